@@ -1,0 +1,112 @@
+"""Process groups of the training and the generation layout.
+
+Every group is made before the first step, on all ranks in one global order; groups with the same members are shared.
+``torch.distributed.new_group`` sorts its ranks, and megatron-core takes the position in the group as the shard index:
+meshes therefore only ever ask for groups in which the coordinate rises with the rank.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from rl3d.layout import GenMesh, LayoutError, Mesh
+
+
+class GroupRegistry:
+    """Makes each group once. All ranks must ask for the same groups in the same order (a collective call)."""
+
+    def __init__(self, timeout_s: float, backend: str | None = None):
+        self._timeout = timedelta(seconds=timeout_s)
+        self._backend = backend
+        self._groups: dict[tuple[int, ...], Any] = {}
+
+    def all_of(self, groups: Iterable[tuple[int, ...]]) -> Any:
+        """Make all ``groups`` and return the one that holds this rank (``None`` when none does)."""
+        mine = None
+        for ranks in groups:
+            if ranks not in self._groups:
+                self._groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout, backend=self._backend)
+            if dist.get_rank() in ranks:
+                mine = self._groups[ranks]
+        return mine
+
+
+@dataclass(frozen=True)
+class ModelGroups:
+    """The groups that one model lives in, seen from this rank, with its coordinates.
+
+    ``mp`` spans tp x pp (one copy of the model); ``embd`` joins the first and the last stage when the embedding is
+    tied; ``single`` holds this rank alone and stands for every dimension that rl3d does not split.
+    """
+
+    tp: Any
+    pp: Any
+    dp: Any
+    mp: Any
+    embd: Any
+    single: Any
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    model_ranks: tuple[int, ...]
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    def pg_collection(self) -> Any:
+        """megatron-core's view of these groups (``ProcessGroupCollection``)."""
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        collection = ProcessGroupCollection()
+        groups = {
+            "tp": self.tp, "pp": self.pp, "mp": self.mp, "dp": self.dp, "embd": self.embd, "pos_embd": self.single,
+            "cp": self.single, "tp_cp": self.tp, "hcp": [self.single], "ep": self.single, "expt_tp": self.single,
+            "tp_ep": self.tp, "tp_ep_pp": self.mp, "dp_cp": self.dp, "tp_dp_cp": self.dp, "expt_dp": self.dp,
+            "intra_dp_cp": self.dp, "intra_expt_dp": self.dp,
+        }  # fmt: skip
+        for name, group in groups.items():
+            setattr(collection, name, group)
+        return collection
+
+
+def training_groups(mesh: Mesh, registry: GroupRegistry) -> ModelGroups:
+    """Groups of a training mesh (collective). Raises :class:`LayoutError` when the world does not match the mesh."""
+    if dist.get_world_size() != mesh.world_size:
+        raise LayoutError(f"the mesh has {mesh.world_size} ranks, but {dist.get_world_size()} were started")
+    coord = mesh.coords(dist.get_rank())
+    single = registry.all_of([(rank,) for rank in range(mesh.world_size)])
+    tp, pp, dp = (registry.all_of(mesh.groups(axis)) for axis in ("tp", "pp", "dp"))
+    mp = registry.all_of(mesh.groups("tp", "pp"))
+    ends = tuple(tuple(sorted({ranks[0], ranks[-1]})) for ranks in mesh.groups("pp"))
+    embd = registry.all_of(ends)
+    return ModelGroups(
+        tp=tp, pp=pp, dp=dp, mp=mp, embd=embd, single=single,
+        tp_rank=coord.tp, tp_size=mesh.tp, pp_rank=coord.pp, pp_size=mesh.pp, dp_rank=coord.dp, dp_size=mesh.dp,
+        model_ranks=tuple(dist.get_process_group_ranks(mp)),
+    )  # fmt: skip
+
+
+def generation_groups(mesh: GenMesh, registry: GroupRegistry) -> ModelGroups | None:
+    """Groups of a generation mesh (collective); ``None`` on ranks that take no part in generation."""
+    single = registry.all_of([(rank,) for rank in range(dist.get_world_size())])
+    tp = registry.all_of(mesh.groups())
+    rank = dist.get_rank()
+    if rank not in mesh.ranks:
+        return None
+    replica, slot = mesh.coords(rank)
+    return ModelGroups(
+        tp=tp, pp=single, dp=single, mp=tp, embd=None, single=single,
+        tp_rank=slot, tp_size=mesh.tp, pp_rank=0, pp_size=1, dp_rank=replica, dp_size=mesh.replicas,
+        model_ranks=mesh.groups()[replica],
+    )  # fmt: skip

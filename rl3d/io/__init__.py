@@ -1,0 +1,7 @@
+"""Checkpoint formats: reading slices of and writing Hugging Face directories."""
+
+from rl3d.io.export_hf import export_hf
+from rl3d.io.hf_reader import CheckpointError, HFReader
+from rl3d.io.import_hf import import_hf
+
+__all__ = ["CheckpointError", "HFReader", "export_hf", "import_hf"]

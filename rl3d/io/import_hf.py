@@ -1,0 +1,68 @@
+"""Hugging Face checkpoint -> the shard that one rank holds. Each rank reads only its own slices."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl3d.io.hf_reader import CheckpointError, HFReader
+from rl3d.models import Architecture, MappedParameter, hf_shapes, mapped_parameters
+
+
+@torch.no_grad()
+def import_hf(directory: str | Path, arch: Architecture, padded_vocab: int, tensors: Mapping[str, Tensor],
+              tp_size: int, tp_rank: int) -> None:  # fmt: skip
+    """Fill ``tensors`` (canonical name -> local shard, in place) from a Hugging Face directory.
+
+    Rows that pad the vocabulary become zeros. Reads about 1/tp of each tensor and nothing of other stages.
+
+    Raises:
+        CheckpointError: tensors missing, unexpected, mis-shaped or not finite, before or while reading, by name.
+    """
+    reader = HFReader(directory)
+    reader.check(hf_shapes(arch), tied_head="lm_head.weight" if arch.tied else None)
+    mapped = {m.spec.name: m for m in mapped_parameters(arch, padded_vocab)}
+    unknown = set(tensors) - set(mapped)
+    if unknown:
+        raise CheckpointError(f"the model has parameters that no rule maps: {sorted(unknown)}")
+    for name, tensor in tensors.items():
+        read_shard(reader, mapped[name], tp_size, tp_rank, tensor)
+
+
+def read_shard(reader: HFReader, mapped: MappedParameter, tp_size: int, tp_rank: int, out: Tensor) -> None:
+    """Read one rank's shard of one parameter into ``out`` (local shape)."""
+    spec = mapped.spec
+    if tuple(out.shape) != spec.local_shape(tp_size):
+        raise CheckpointError(
+            f"{spec.name}: the module's shard has shape {tuple(out.shape)}, the rules give {spec.local_shape(tp_size)}"
+        )
+    if spec.valid_rows is not None and spec.valid_rows < spec.shape[0]:
+        out.zero_()
+    if spec.dim == 0:
+        for piece in spec.pieces(tp_size, tp_rank):
+            for s in mapped.segments:
+                start = max(piece.global_start, s.start)
+                stop = min(piece.global_start + piece.length, s.start + s.length)
+                if start < stop:
+                    rows = (s.hf_start + start - s.start, s.hf_start + stop - s.start)
+                    local = piece.local_start + start - piece.global_start
+                    _copy(out[local : local + stop - start], reader.read(s.hf_name, rows), s.hf_name)
+        return
+    for s in mapped.segments:
+        target = out[s.start : s.start + s.length]
+        if spec.dim is None:
+            _copy(target, reader.read(s.hf_name, (s.hf_start, s.hf_start + s.length)), s.hf_name)
+            continue
+        for piece in spec.pieces(tp_size, tp_rank):
+            columns = (piece.global_start, piece.global_start + piece.length)
+            value = reader.read(s.hf_name, (s.hf_start, s.hf_start + s.length), columns)
+            _copy(target[:, piece.local_start : piece.local_start + piece.length], value, s.hf_name)
+
+
+def _copy(target: Tensor, value: Tensor, name: str) -> None:
+    if not value.is_floating_point():
+        raise CheckpointError(f"{name} has dtype {value.dtype}; expected floating-point weights")
+    if not torch.isfinite(value).all():
+        raise CheckpointError(f"{name} holds NaN or infinite values; the checkpoint is damaged")
+    target.copy_(value)

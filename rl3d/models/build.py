@@ -1,0 +1,153 @@
+"""Architecture -> megatron-core ``GPTModel`` on explicit process groups, without Transformer Engine or Apex."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rl3d.distributed.groups import ModelGroups
+from rl3d.layout import stage_layers
+from rl3d.models.architecture import Architecture, UnsupportedModelError
+from rl3d.models.layers import PackedAttention, RMSNorm
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """Sequences end to end in one row, as megatron-core hands it to attention.
+
+    megatron-core's own packed format rotates and cuts sequence by sequence in Python; here the row stays an ordinary
+    [T, 1, ...] tensor, positions come from ``position_ids`` and only core attention reads the boundaries.
+    """
+
+    lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, lengths: "tuple[int, ...] | list[int]", device: torch.device) -> "PackedRow":
+        """Boundaries of ``lengths`` sequences, on ``device``."""
+        cu = torch.tensor([0, *torch.tensor(list(lengths)).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        longest = max(lengths)
+        return cls(qkv_format="sbhd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest,
+                   lengths=tuple(lengths))  # fmt: skip
+
+
+class PackedGPTModel(GPTModel):
+    """GPTModel whose rotary embedding follows ``position_ids`` in packed rows."""
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None = None,
+                    inference_context: Any = None, packed_seq_params: Any = None, padding_mask: Any = None):  # fmt: skip
+        out = super()._preprocess(input_ids, position_ids, decoder_input, inference_context, packed_seq_params,
+                                  padding_mask)  # fmt: skip
+        if packed_seq_params is None:
+            return out
+        return (out[0], out[1][position_ids[0]], *out[2:])  # [T, 1, 1, D], one row of angles per token
+
+
+def check_tensor_parallel(arch: Architecture, tp: int, key: str) -> None:
+    """Raise :class:`UnsupportedModelError` when ``tp`` does not divide the heads or the MLP; ``key`` names the setting."""
+    valid = [t for t in range(1, arch.num_heads + 1) if arch.num_heads % t == 0 and arch.ffn_size % t == 0
+             and (arch.num_kv_heads % t == 0 or t % arch.num_kv_heads == 0)]  # fmt: skip
+    if tp not in valid:
+        raise UnsupportedModelError(
+            f"{key}: tp = {tp} does not divide {arch.num_heads} query heads, {arch.num_kv_heads} KV heads and "
+            f"{arch.ffn_size} MLP columns; choose tp among {valid}"
+        )
+
+
+def transformer_config(arch: Architecture, groups: ModelGroups, dtype: torch.dtype, device: torch.device,
+                       **overrides: Any) -> TransformerConfig:  # fmt: skip
+    """megatron-core's configuration. ``overrides`` are the user's ``megatron:`` section."""
+    settings: dict[str, Any] = {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "num_attention_heads": arch.num_heads,
+        "num_query_groups": arch.num_kv_heads,
+        "kv_channels": arch.head_dim,
+        "ffn_hidden_size": arch.ffn_size,
+        "tensor_model_parallel_size": groups.tp_size,
+        "pipeline_model_parallel_size": groups.pp_size,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": device.type == "cpu",
+        "perform_initialization": False,  # every weight is loaded
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.rms_eps,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "variable_seq_lengths": True,  # packed rows differ in length from one micro-batch to the next
+        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, MoE or not
+        "cuda_graph_modules": [],
+        # fused kernels of Apex and Transformer Engine, which rl3d does without
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return TransformerConfig(**{**settings, **overrides})
+
+
+def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, dtype: torch.dtype,
+                device: torch.device, mode: str = "train", self_attention: type | None = None,
+                **overrides: Any) -> PackedGPTModel:  # fmt: skip
+    """This rank's part of the model, with unset weights. Collective over ``groups`` when the embedding is tied.
+
+    Args:
+        mode: ``"train"`` (gradients on) or ``"generate"`` (evaluation mode, gradients off).
+        self_attention: class to use for self attention in place of megatron-core's; the generation engine's hook.
+        overrides: megatron-core settings of the user.
+
+    Raises:
+        UnsupportedModelError: heads or MLP not divisible by tp.
+        LayoutError: layers not divisible by pp.
+    """
+    check_tensor_parallel(arch, groups.tp_size, "layout.train" if mode == "train" else "layout.gen")
+    stage_layers(arch.num_layers, groups.pp_size)
+    config = transformer_config(arch, groups, dtype, device, **overrides)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    if self_attention is not None:
+        layer.submodules.self_attention.module = self_attention
+    block = TransformerBlockSubmodules(layer_specs=[layer] * (arch.num_layers // groups.pp_size), layer_norm=RMSNorm)
+    model = PackedGPTModel(
+        config,
+        block,
+        vocab_size=padded_vocab,
+        max_sequence_length=arch.max_positions,
+        pre_process=groups.is_first_stage,
+        post_process=groups.is_last_stage,
+        share_embeddings_and_output_weights=arch.tied,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_theta,
+        pg_collection=groups.pg_collection(),
+    ).to(device)
+    if mode == "generate":
+        model.eval().requires_grad_(False)
+    return model
+
+
+def canonical_parameters(model: torch.nn.Module, arch: Architecture, groups: ModelGroups) -> dict[str, torch.nn.Parameter]:
+    """Canonical (global layer index) name -> parameter of this rank's part of the model."""
+    first = stage_layers(arch.num_layers, groups.pp_size)[groups.pp_rank].start
+    out = {}
+    for name, parameter in model.named_parameters():
+        if name.startswith("decoder.layers."):
+            head, rest = name.removeprefix("decoder.layers.").split(".", 1)
+            name = f"decoder.layers.{int(head) + first}.{rest}"
+        elif name == "output_layer.weight" and arch.tied:
+            name = "embedding.word_embeddings.weight"
+        out[name] = parameter
+    return out
