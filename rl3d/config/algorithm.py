@@ -1,0 +1,157 @@
+"""The algorithm section: :class:`PPOConfig`, usable on its own in a script."""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rl3d.config.base import ConfigError, Problem, Section
+
+# verl's names for the three estimators of http://joschu.net/blog/kl-approx.html
+_KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+FSDP_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
+"""ZeRO stage that each of PyTorch's FSDP sharding strategies means."""
+
+
+def zero_stage_from_fsdp(fsdp_config: dict[str, Any] | None) -> int | None:
+    """ZeRO stage of an FSDP configuration: FULL_SHARD 3, SHARD_GRAD_OP 2, NO_SHARD 0; None for None.
+
+    Raises :class:`ConfigError` for another strategy or another key.
+    """
+    if fsdp_config is None:
+        return None
+    strategy = fsdp_config.get("sharding_strategy")
+    if strategy not in FSDP_STAGES or len(fsdp_config) != 1:
+        raise ConfigError(
+            Problem(
+                "fsdp_config",
+                f"expected one key, sharding_strategy, with one of {', '.join(FSDP_STAGES)}; "
+                "for anything else write the ZeRO stage in layout.train, for example tp1.pp1.zero1",
+                fsdp_config,
+            )
+        )
+    return FSDP_STAGES[strategy]
+
+
+class PPOConfig(Section):
+    """How the policy learns. ``PPOConfig(batch_size=32, mini_batch_size=8, ppo_epochs=4)`` works without a file.
+
+    Raises :class:`~rl3d.config.base.ConfigError` naming every key that is off.
+    """
+
+    name: Literal["grpo"] = Field(
+        "grpo", description="Advantage estimator. grpo: reward relative to the other samples of the same prompt."
+    )
+    batch_size: int = Field(32, ge=1, description="Prompts sampled in one step.")
+    mini_batch_size: int = Field(
+        32,
+        ge=1,
+        description="Prompts per optimiser step (times rollout.n responses); divides batch_size, which is the default.",
+    )
+    ppo_epochs: int = Field(1, ge=1, description="Passes over each batch of samples.")
+    clip_coef: float = Field(0.2, gt=0, lt=1, description="Clip range of the probability ratio: 1 ± clip_coef.")
+    clip_coef_high: float | None = Field(
+        None, gt=0, description="Upper clip range when it differs from the lower one (DAPO's clip-higher); null: same."
+    )
+    vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss; used with a critic only.")
+    max_grad_norm: float = Field(1.0, ge=0, description="Gradient clipping by global L2 norm; 0 turns it off.")
+    kl_coef: float = Field(0.001, ge=0, description="Weight of the KL penalty to the reference model; 0 turns it off.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="KL estimator of each token; verl's kl, mse and low_var_kl are accepted for k1, k2 and k3."
+    )
+    kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL penalty enters.")
+    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus in the loss.")
+    norm_adv_by_std: bool = Field(
+        True, description="Divide advantages by the standard deviation of their prompt's group (off: Dr. GRPO)."
+    )
+    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
+        "token-mean", description="How token losses become one number; always over the global mini-batch."
+    )
+    lr: float = Field(1e-6, ge=0, description="Peak learning rate of AdamW.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's two decay rates.")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled weight decay.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up, over all optimiser steps of the run."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up from zero.")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Floor of the schedule as a fraction of lr.")
+    micro_batch_tokens: int = Field(4096, ge=1, description="Tokens in one packed micro-batch on one rank.")
+    logprob_chunk_tokens: int = Field(
+        1024, ge=1, description="Tokens whose fp32 logits exist at a time in the log-probability and the loss."
+    )
+    use_critic: bool = Field(False, description="Train a value model beside the policy; grpo works without.")
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount of rewards over tokens; used with a critic only.")
+    lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda; used with a critic only.")
+    reference: Literal["kept", "none"] = Field(
+        "kept", description="kept: a frozen copy of the initial weights for the KL penalty; none: no copy."
+    )
+    reference_residency: Literal["device", "host"] = Field(
+        "device", description="Where the reference model stays between its uses; host frees GPU memory."
+    )
+    fsdp_config: dict[str, Any] | None = Field(
+        None,
+        description='FSDP\'s way to say the ZeRO stage: {"sharding_strategy": FULL_SHARD | SHARD_GRAD_OP | NO_SHARD} '
+        "means 3, 2, 0.",
+    )
+
+    @field_validator("kl_estimator", mode="before")
+    @classmethod
+    def _kl_alias(cls, value: Any) -> Any:
+        return _KL_NAMES.get(value, value) if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_batch_by_default(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("mini_batch_size") is None and "batch_size" in values:
+            return {**values, "mini_batch_size": values["batch_size"]}
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "PPOConfig":
+        problems = []
+        if self.batch_size % self.mini_batch_size:
+            options = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
+            problems.append(
+                Problem(
+                    "mini_batch_size",
+                    f"does not divide batch_size = {self.batch_size}; choose one of {options}",
+                    self.mini_batch_size,
+                )
+            )
+        for index, beta in enumerate(self.betas):
+            if not 0 <= beta < 1:
+                problems.append(Problem(f"betas.{index}", "expected at least 0 and less than 1", beta))
+        if self.kl_coef > 0 and self.reference == "none":
+            problems.append(
+                Problem("reference", f"kl_coef = {self.kl_coef} needs a reference; set kl_coef=0 or keep it", "none")
+            )
+        if self.use_critic:
+            problems.append(Problem("use_critic", "grpo has no critic; set use_critic=false", True))
+        try:
+            zero_stage_from_fsdp(self.fsdp_config)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        return self
+
+    @property
+    def clip_low(self) -> float:
+        """Lower clip range of the ratio: 1 - clip_low."""
+        return self.clip_coef
+
+    @property
+    def clip_high(self) -> float:
+        """Upper clip range of the ratio: 1 + clip_high."""
+        return self.clip_coef if self.clip_coef_high is None else self.clip_coef_high
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model has to exist: there is a KL penalty to pay."""
+        return self.reference == "kept" and self.kl_coef > 0
+
+    @property
+    def mini_batches(self) -> int:
+        """Optimiser steps in one pass over a batch."""
+        return self.batch_size // self.mini_batch_size

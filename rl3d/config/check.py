@@ -1,0 +1,333 @@
+"""From what was written to what will run: GPUs counted, defaults resolved, impossible runs refused.
+
+All of it happens before a process group, a model or torch itself exists.
+"""
+
+import importlib.machinery
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl3d.config.algorithm import zero_stage_from_fsdp
+from rl3d.config.base import ConfigError, Problem
+from rl3d.config.run import RunConfig
+from rl3d.layout.parallel import LayoutError
+
+SUPPORTED_ZERO = (1,)
+"""ZeRO stages that the training engine runs."""
+MODELS_DIR = "models"
+"""Where `rl3d prepare NAME` puts models, and where model.path looks for a bare name."""
+
+
+def count_gpus() -> int:
+    """GPUs that this process may use, found without importing torch; 0 when in doubt."""
+    if "torch" in sys.modules:
+        try:
+            return int(sys.modules["torch"].cuda.device_count())
+        except Exception:  # a half-imported or broken torch: fall back to the driver's word
+            pass
+    elif not _torch_has_cuda():
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = _driver_gpus()
+    if visible is None:
+        return present
+    entries = [entry.strip() for entry in visible.split(",")]
+    for index, entry in enumerate(entries):  # CUDA itself stops at the first entry that names nothing
+        if not entry or entry.startswith("-") or (entry.isdigit() and int(entry) >= present):
+            entries = entries[:index]
+            break
+    return min(len(entries), present) if present else 0
+
+
+def _torch_has_cuda() -> bool:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return False
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return True
+    return re.search(r"^cuda\b[^=]*=\s*None", text, re.MULTILINE) is None
+
+
+def _driver_gpus() -> int:
+    if shutil.which("nvidia-smi"):
+        try:
+            done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+            return len(re.findall(r"^GPU \d+:", done.stdout, re.MULTILINE)) if done.returncode == 0 else 0
+        except (OSError, subprocess.SubprocessError):
+            return 0
+    return len([p for p in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)])
+
+
+def resolve(cfg: RunConfig, world_size: int | None = None, gpus: int | None = None) -> RunConfig:
+    """The configuration with every ``auto`` decided; resolving twice changes nothing.
+
+    ``world_size`` is the number of ranks already started (None: not started yet); ``gpus`` the number of GPUs of
+    this machine (None: counted). Raises :class:`ConfigError` when the layouts do not fit the ranks.
+    """
+    layout = cfg.layout
+    if gpus is None:
+        gpus = 0 if layout.device == "cpu" else count_gpus()
+    if layout.device == "cuda" and gpus == 0:
+        raise ConfigError(
+            Problem("layout.device", "no usable GPU was found; use auto or cpu, and see `rl3d check-env`", "cuda")
+        )
+    device = "cuda" if gpus > 0 and layout.device != "cpu" else "cpu"
+    usable = 0 if device == "cpu" else (world_size or gpus)  # started ranks have one GPU each
+    chosen: dict[str, Any] = {key: getattr(layout, key) for key in ("train", "gen", "order", "ranks")}
+    fitting = [count for count in layout.on_gpus if count <= usable]
+    if fitting:
+        choice = layout.on_gpus[max(fitting)]
+        chosen.update({key: value for key in chosen if (value := getattr(choice, key)) is not None})
+    chosen["train"] = _with_zero_stage(chosen["train"], cfg.algorithm.fsdp_config)
+    parsed = layout.model_copy(update={**chosen, "device": device, "on_gpus": {}})
+    world = _world(parsed, world_size, usable)
+    train = parsed.train_layout
+    problems = []
+    try:
+        train = train.resolve(world)
+    except LayoutError as error:
+        problems.append(Problem("layout.train", str(error), parsed.train))
+    try:
+        parsed.gen_layout.replicas(world)
+    except LayoutError as error:
+        problems.append(Problem("layout.gen", str(error), parsed.gen))
+    if problems:
+        raise ConfigError(problems)
+    dtype = cfg.model.dtype if cfg.model.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
+    length = cfg.model.max_sequence_length or cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    seed = cfg.trainer.seed
+    final = cfg.model_copy(
+        update={
+            "model": cfg.model.model_copy(update={"dtype": dtype, "max_sequence_length": length}),
+            "layout": parsed.model_copy(update={"train": str(train), "ranks": world}),
+            "data": cfg.data.model_copy(update={"seed": seed if cfg.data.seed is None else cfg.data.seed}),
+            "rollout": cfg.rollout.model_copy(update={"seed": seed if cfg.rollout.seed is None else cfg.rollout.seed}),
+            "reward": cfg.reward.model_copy(update={"function": None, "functions": cfg.reward.terms}),
+        }
+    )
+    return RunConfig(**final.model_dump())
+
+
+def _with_zero_stage(train: str, fsdp_config: dict[str, Any] | None) -> str:
+    stage = zero_stage_from_fsdp(fsdp_config)
+    if stage is None:
+        return train
+    named = re.search(r"zero(\d+)", train)
+    if named is None:
+        return f"{train}.zero{stage}"
+    if int(named[1]) != stage:
+        raise ConfigError(
+            Problem(
+                "algorithm.fsdp_config",
+                f"means zero{stage}, but layout.train = {train!r}; remove one of the two",
+                fsdp_config,
+            )
+        )
+    return train
+
+
+def _world(layout: Any, world_size: int | None, gpus: int) -> int:
+    if world_size is not None:
+        if layout.ranks not in ("auto", world_size):
+            raise ConfigError(
+                Problem(
+                    "layout.ranks",
+                    f"{world_size} ranks were started; start {layout.ranks}, or set layout.ranks=auto",
+                    layout.ranks,
+                )
+            )
+        return world_size
+    if layout.ranks != "auto":
+        if gpus and layout.ranks > gpus:
+            raise ConfigError(
+                Problem(
+                    "layout.ranks",
+                    f"only {gpus} GPU{'s' if gpus > 1 else ''} on this machine and each rank needs one; lower it, start "
+                    "the ranks on several machines with torchrun, deepspeed or srun, or set layout.device=cpu",
+                    layout.ranks,
+                )
+            )
+        return layout.ranks
+    if gpus:
+        return gpus
+    train, gen = layout.train_layout, layout.gen_layout
+    if train.dp is not None:
+        return train.model_parallel * train.dp
+    return math.lcm(train.model_parallel, gen.tp)
+
+
+def model_dir(cfg: RunConfig) -> Path | None:
+    """Directory of model.path: itself, or the one of that name under models/; None for random weights.
+
+    Raises :class:`ConfigError` when there is no config.json.
+    """
+    if cfg.model.path is None:
+        return None
+    given = Path(cfg.model.path).expanduser()
+    candidates = [given] if len(given.parts) != 1 else [given, Path(MODELS_DIR) / given]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file():
+            return candidate
+    if given.is_dir():
+        text = "the directory has no config.json; give a Hugging Face model directory"
+    elif len(given.parts) == 1:
+        text = f"not found here or under {MODELS_DIR}/; run `rl3d prepare {cfg.model.path}` or give a model directory"
+    else:
+        text = "no such directory; give a Hugging Face model directory, or a name for `rl3d prepare`"
+    raise ConfigError(Problem("model.path", text, cfg.model.path))
+
+
+def read_hf_config(cfg: RunConfig) -> dict[str, Any]:
+    """The model's Hugging Face configuration. Raises :class:`ConfigError` when it is missing or unreadable."""
+    directory = model_dir(cfg)
+    if directory is None:
+        assert cfg.model.random is not None
+        return dict(cfg.model.random.config)
+    try:
+        return json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(Problem("model.path", f"config.json is not readable: {error}", cfg.model.path)) from None
+
+
+def check(cfg: RunConfig) -> dict[str, Any]:
+    """Refuse a resolved configuration that cannot run; return the model's Hugging Face configuration.
+
+    Raises :class:`ConfigError` with every problem found: layouts, batch sizes, files, the model's divisibility.
+    """
+    problems = [*_layout_problems(cfg), *_file_problems(cfg)]
+    hf_config: dict[str, Any] = {}
+    try:
+        hf_config = read_hf_config(cfg)
+        check_model(cfg, hf_config)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return hf_config
+
+
+def _layout_problems(cfg: RunConfig) -> list[Problem]:
+    problems = []
+    train = cfg.layout.train_layout
+    if train.zero not in SUPPORTED_ZERO:
+        stages = " or ".join(f"zero{stage}" for stage in SUPPORTED_ZERO)
+        problems.append(
+            Problem("layout.train", f"this release trains with {stages}; write {stages} for zero{train.zero}", str(train))
+        )
+    responses = cfg.algorithm.mini_batch_size * cfg.rollout.n
+    if train.dp is not None and responses % train.dp:
+        problems.append(
+            Problem(
+                "algorithm.mini_batch_size",
+                f"{cfg.algorithm.mini_batch_size} prompts x rollout.n = {cfg.rollout.n} are {responses} responses, which "
+                f"do not divide by dp = {train.dp} of layout.train = {train}; make their product a multiple of {train.dp}",
+                cfg.algorithm.mini_batch_size,
+            )
+        )
+    return problems
+
+
+def _file_problems(cfg: RunConfig) -> list[Problem]:
+    problems = []
+    tiny = False
+    for index, source in enumerate(cfg.data.train):
+        tiny |= source.kind == "tiny"
+        key = f"data.train.{index}.source" if len(cfg.data.train) > 1 else "data.train"
+        if source.kind == "jsonl" and not Path(source.source).expanduser().is_file():
+            text = "no such file; expected a JSONL path, reasoning_gym:TASK or tiny:TASK"
+            problems.append(Problem(key, text, source.source))
+        if source.kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
+            problems.append(Problem(key, "reasoning-gym is not installed; pip install reasoning-gym", source.source))
+    for index, term in enumerate(cfg.reward.functions):
+        if not _importable(term.function):
+            problems.append(
+                Problem(
+                    f"reward.functions.{index}.function",
+                    "no such module or file; expected module:name or file.py:name, seen from the working directory",
+                    term.function,
+                )
+            )
+    if cfg.model.tokenizer is not None and not Path(cfg.model.tokenizer).expanduser().is_dir():
+        problems.append(Problem("model.tokenizer", "no such directory; give a tokenizer directory", cfg.model.tokenizer))
+    if cfg.model.random is not None and cfg.model.tokenizer is None and not tiny:
+        problems.append(
+            Problem("model.tokenizer", "random weights bring no tokenizer; give a directory, or use tiny:TASK data", None)
+        )
+    if cfg.trainer.resume not in ("auto", "never") and not Path(cfg.trainer.resume).expanduser().is_dir():
+        text = "no such checkpoint directory; expected auto, never or a directory"
+        problems.append(Problem("trainer.resume", text, cfg.trainer.resume))
+    return problems
+
+
+def _importable(function: str) -> bool:
+    where = function.rpartition(":")[0] or function
+    if where.endswith(".py"):
+        return Path(where).expanduser().is_file()
+    # Only the top-level package: looking deeper would import the parents, and with them maybe torch.
+    top = where.split(".")[0]
+    return importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None or top in sys.modules
+
+
+def check_model(cfg: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Refuse layouts that cannot cut this model: heads and ffn by tp, layers by pp, and too short a context.
+
+    megatron-core cuts the fused QKV by raw rows, so a tp above the number of KV heads is possible where it is a
+    multiple of it. Raises :class:`ConfigError` naming the key and the sizes that would do.
+    """
+    inner = hf_config.get("text_config") or hf_config
+    heads, layers, ffn = (inner.get(k) for k in ("num_attention_heads", "num_hidden_layers", "intermediate_size"))
+    kv_heads = inner.get("num_key_value_heads") or heads
+    missing = [
+        name
+        for name, value in (("num_attention_heads", heads), ("num_hidden_layers", layers), ("intermediate_size", ffn))
+        if not isinstance(value, int) or value < 1
+    ]
+    where = "model.random.config" if cfg.model.path is None else "model.path"
+    if missing:
+        text = f"its configuration does not say {', '.join(missing)}; expected a decoder such as llama"
+        raise ConfigError(Problem(where, text, cfg.model.path or hf_config.get("model_type")))
+    options = [n for n in range(1, heads + 1) if not _cut_problem(n, heads, kv_heads, ffn)]
+    problems = []
+    train, gen = cfg.layout.train_layout, cfg.layout.gen_layout
+    for key, text, tp in (("layout.train", str(train), train.tp), ("layout.gen", str(gen), gen.tp)):
+        if reason := _cut_problem(tp, heads, kv_heads, ffn):
+            choices = " or ".join(str(n) for n in options[:8])
+            problems.append(Problem(key, f"{reason}; choose tp {choices}", text))
+    if layers % train.pp:
+        choices = " or ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
+        problems.append(
+            Problem("layout.train", f"{layers} layers do not divide by pp={train.pp}; choose pp {choices}", str(train))
+        )
+    limit, wanted = inner.get("max_position_embeddings"), cfg.model.max_sequence_length
+    if isinstance(limit, int) and wanted is not None and wanted > limit:
+        problems.append(
+            Problem(
+                "model.max_sequence_length",
+                f"longer than the model's max_position_embeddings = {limit}; lower data.max_prompt_tokens or "
+                "rollout.max_new_tokens",
+                wanted,
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _cut_problem(tp: int, heads: int, kv_heads: int, ffn: int) -> str | None:
+    if heads % tp:
+        return f"{heads} query heads do not divide by tp={tp}"
+    if kv_heads % tp and tp % kv_heads:
+        return f"tp={tp} neither divides the {kv_heads} key/value heads nor is a multiple of them"
+    if ffn % tp:
+        return f"the feed-forward size {ffn} does not divide by tp={tp}"
+    return None

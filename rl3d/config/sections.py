@@ -1,0 +1,293 @@
+"""The sections of a run's configuration beside the algorithm: model, layout, data, rollout, reward, trainer."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rl3d.config.base import ConfigError, Problem, Section
+from rl3d.layout.parallel import AXES, GenLayout, TrainLayout
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class RandomModel(Section):
+    """A model with random weights, made on the spot."""
+
+    config: dict[str, Any] = Field(
+        description="A Hugging Face config.json as a mapping (model_type, hidden_size, ...); vocab_size may be left "
+        "out and is then the tokenizer's."
+    )
+    seed: int = Field(0, description="Seed of the initial weights.")
+
+
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    path: str | None = Field(
+        None,
+        description="Hugging Face model directory, or a name that `rl3d prepare` knows (smollm2-135m-instruct), "
+        "looked for under models/.",
+    )
+    random: RandomModel | None = Field(None, description="Random weights instead of path: {config: {...}, seed}.")
+    tokenizer: str | None = Field(
+        None, description="Tokenizer directory; null: that of model.path, or the one that a tiny: data source trains."
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="Weights and activations; auto: bfloat16 on CUDA, float32 on a CPU."
+    )
+    max_sequence_length: PositiveInt | None = Field(
+        None, description="Longest prompt + response in tokens; null: data.max_prompt_tokens + rollout.max_new_tokens."
+    )
+    trust_remote_code: bool = Field(False, description="Let the tokenizer run Python code from the model directory.")
+    attention: Literal["auto", "sdpa"] = Field("auto", description="Core attention kernel; auto: the best installed.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelConfig":
+        if (self.path is None) == (self.random is None):
+            raise ConfigError(
+                Problem("path", "give either model.path (a directory or name) or model.random, and not both", self.path)
+            )
+        return self
+
+
+class LayoutChoice(Section):
+    """What `layout.on_gpus` changes when at least that many GPUs are there."""
+
+    train: str | None = Field(None, description="layout.train on that many GPUs.")
+    gen: str | None = Field(None, description="layout.gen on that many GPUs.")
+    order: str | None = Field(None, description="layout.order on that many GPUs.")
+    ranks: PositiveInt | Literal["auto"] | None = Field(None, description="layout.ranks on that many GPUs.")
+
+    @model_validator(mode="after")
+    def _readable(self) -> "LayoutChoice":
+        _check_layout_texts(self.train, self.gen, self.order)
+        return self
+
+
+class LayoutConfig(Section):
+    """Where the weights live: the training layout, the generation layout, the number of ranks."""
+
+    train: str = Field(
+        "tp1.pp1.zero1", description="Training layout, for example tp2.pp2.zero1; dp follows from the number of ranks."
+    )
+    gen: str = Field("tp1", description="Generation layout, for example tp4; the other ranks become replicas.")
+    order: str = Field(
+        "auto", description="Axes of the training mesh, fastest varying first, for example tp-pp-dp; auto: ours."
+    )
+    ranks: PositiveInt | Literal["auto"] = Field(
+        "auto", description="Number of ranks; auto: one per GPU, on a CPU the fewest that both layouts allow."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA when there is a GPU.")
+    staging_mib: PositiveInt = Field(64, description="Largest staging buffer of a switch, MiB a direction.")
+    verify: Literal["off", "full"] = Field("off", description="full: compare weight fingerprints after each switch.")
+    on_gpus: dict[PositiveInt, LayoutChoice] = Field(
+        default_factory=dict,
+        description="Other values of train, gen, order, ranks for machines with GPUs: the largest number not above "
+        "the number of GPUs is taken. A key given on the command line wins over it.",
+    )
+
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        # YAML 1.1 reads the bare words off and on as booleans.
+        return {False: "off", True: "full"}.get(value, value) if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _readable(self) -> "LayoutConfig":
+        _check_layout_texts(self.train, self.gen, self.order)
+        return self
+
+    @property
+    def train_layout(self) -> TrainLayout:
+        """The training layout, parsed."""
+        return TrainLayout.parse(self.train)
+
+    @property
+    def gen_layout(self) -> GenLayout:
+        """The generation layout, parsed."""
+        return GenLayout.parse(self.gen)
+
+    @property
+    def axis_order(self) -> tuple[str, str, str] | None:
+        """Mesh order, fastest varying axis first; None when it is ours to choose."""
+        if self.order == "auto":
+            return None
+        first, second, third = self.order.split("-")
+        return first, second, third
+
+
+def _check_layout_texts(train: str | None, gen: str | None, order: str | None) -> None:
+    problems = []
+    for key, text, parse in (("train", train, TrainLayout.parse), ("gen", gen, GenLayout.parse)):
+        try:
+            if text is not None:
+                parse(text)
+        except ValueError as error:
+            problems.append(Problem(key, str(error), text))
+    if order not in (None, "auto") and sorted(str(order).split("-")) != sorted(AXES):
+        problems.append(Problem("order", "expected auto or tp, pp and dp in some order, for example tp-pp-dp", order))
+    if problems:
+        raise ConfigError(problems)
+
+
+class DataSource(Section):
+    """One source of prompts in a mixture."""
+
+    source: str = Field(description="JSONL file, reasoning_gym:TASK, or tiny:TASK.")
+    weight: float = Field(1.0, gt=0, description="Share of the mixture, relative to the other sources.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the task, passed on as they are.")
+
+    @field_validator("source")
+    @classmethod
+    def _form(cls, value: str) -> str:
+        kind, colon, task = value.partition(":")
+        if colon and "/" not in kind and "\\" not in kind and (kind not in ("reasoning_gym", "tiny") or not task):
+            raise ValueError("expected a JSONL path, reasoning_gym:TASK or tiny:TASK")
+        return value
+
+    @property
+    def kind(self) -> Literal["jsonl", "reasoning_gym", "tiny"]:
+        """What the source is."""
+        prefix = self.source.partition(":")[0]
+        if ":" in self.source and prefix == "reasoning_gym":
+            return "reasoning_gym"
+        return "tiny" if ":" in self.source and prefix == "tiny" else "jsonl"
+
+    @property
+    def task(self) -> str:
+        """The task's name; for a JSONL source its path."""
+        return self.source if self.kind == "jsonl" else self.source.partition(":")[2]
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    train: list[DataSource] = Field(
+        min_length=1,
+        description="JSONL path (columns prompt, optional answer and data_source; others reach the reward by name), "
+        "reasoning_gym:TASK, tiny:TASK, {source, weight, options}, or a list of these.",
+    )
+    size: PositiveInt | None = Field(None, description="Rows to use; null: all of a file, 1000 of a generated task.")
+    seed: int | None = Field(None, description="Seed of generated tasks and of the order; null: trainer.seed.")
+    system_prompt: str | None = Field(None, description="System message put before every prompt.")
+    prompt_key: str = Field("prompt", description="Column that holds the prompt: text or a list of messages.")
+    max_prompt_tokens: PositiveInt = Field(512, description="Longest prompt in tokens.")
+    drop_too_long: bool = Field(True, description="Leave longer prompts out and count them; false: they are an error.")
+    shuffle: bool = Field(True, description="New order of the rows in every epoch, by seed.")
+    chat_template: Literal["auto", "none"] = Field(
+        "auto", description="auto: the tokenizer's chat template when it has one; none: the text as it is."
+    )
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        items = value if isinstance(value, list) else [value]
+        return [{"source": item} if isinstance(item, str) else item for item in items]
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engine: Literal["megatron"] = Field("megatron", description="Generation engine.")
+    n: PositiveInt = Field(8, description="Samples for each prompt.")
+    max_new_tokens: PositiveInt = Field(256, description="Longest response in tokens.")
+    temperature: float = Field(1.0, gt=0, description="Softmax temperature; log-probabilities are taken at it.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 turns it off.")
+    top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0 turns it off.")
+    stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
+    stop_token_ids: list[int] = Field(
+        default_factory=list, description="Token ids that end a response, beside the model's own."
+    )
+    max_sequences: PositiveInt = Field(64, description="Sequences decoded together on one replica.")
+    max_batch_tokens: PositiveInt = Field(8192, description="Prompt tokens in one prefill batch on one replica.")
+    seed: int | None = Field(None, description="Seed of the sampling noise; null: trainer.seed.")
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_text(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _minus_one(cls, value: Any) -> Any:
+        return 0 if value == -1 else value  # other trainers write -1 for off
+
+
+class RewardFunction(Section):
+    """One reward among several."""
+
+    function: str = Field(description="module:name, file.py:name, or reasoning_gym (the task's own verifier).")
+    weight: float = Field(1.0, description="Weight in the sum.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments passed with every call.")
+
+    @field_validator("function")
+    @classmethod
+    def _form(cls, value: str) -> str:
+        if value != "reasoning_gym" and not re.fullmatch(r"[\w./\\-]+:[A-Za-z_][\w.]*", value):
+            raise ValueError("expected module:name, file.py:name or reasoning_gym")
+        return value
+
+
+class RewardConfig(Section):
+    """How responses are scored."""
+
+    function: str | None = Field(None, description="Short for functions with one entry of weight 1.")
+    functions: list[RewardFunction] = Field(
+        default_factory=list, description="Rewards, {function, weight, kwargs} each; the score is the weighted sum."
+    )
+    workers: PositiveInt = Field(4, description="Concurrent calls on one rank.")
+    timeout_s: float = Field(30.0, gt=0, description="Seconds for one call; a late sample is marked failed.")
+    max_failure_rate: float = Field(
+        0.1, ge=0, le=1, description="Failed samples are left out of the loss; a larger share of them ends the run."
+    )
+    overlong_penalty: Literal["none"] = Field("none", description="Penalty for responses cut by max_new_tokens.")
+
+    @model_validator(mode="after")
+    def _some_function(self) -> "RewardConfig":
+        if (self.function is None) == (not self.functions):
+            raise ConfigError(
+                Problem("function", "give either reward.function (module:name) or reward.functions, and not both")
+            )
+        if self.function is not None:
+            RewardFunction(function=self.function)
+        return self
+
+    @property
+    def terms(self) -> list[RewardFunction]:
+        """All rewards, the short form included."""
+        return [RewardFunction(function=self.function)] if self.function is not None else list(self.functions)
+
+
+class TrainerConfig(Section):
+    """The run itself: how long, where it writes, what it keeps."""
+
+    name: str = Field("run", min_length=1, description="Name of the run; default: the configuration file's name.")
+    output_dir: str = Field("runs", description="Directory of runs; this run writes output_dir/name.")
+    steps: PositiveInt | None = Field(None, description="Training steps; null: epochs decides.")
+    epochs: PositiveInt | None = Field(None, description="Passes over the data; null: one, unless steps is given.")
+    save_every: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
+    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept.")
+    resume: str = Field("auto", description="auto: from the run's last checkpoint if any; never; or a directory.")
+    loggers: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = Field(
+        default_factory=lambda: ["console", "jsonl", "tensorboard"], description="Where metrics go."
+    )
+    seed: int = Field(0, description="Seed of everything that has no seed of its own.")
+    export_hf: bool = Field(True, description="Write the trained model to output_dir/name/hf at the end.")
+    timeout_s: float = Field(600.0, gt=0, description="Seconds that a collective or a wait may take.")
+    samples_per_step: int = Field(8, ge=0, description="Samples of each step written to the samples file.")
+    deterministic: bool = Field(False, description="Only deterministic kernels; slower on a GPU.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainerConfig":
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(Problem("epochs", f"steps = {self.steps} is given too; give one of them", self.epochs))
+        if not re.fullmatch(r"[\w.+-]+", self.name) or self.name in (".", ".."):
+            raise ConfigError(Problem("name", "expected letters, digits and . _ + - (it names a directory)", self.name))
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory of this run."""
+        return Path(self.output_dir) / self.name
