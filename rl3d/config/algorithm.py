@@ -40,57 +40,65 @@ class PPOConfig(Section):
     """
 
     name: Literal["grpo"] = Field(
-        "grpo", description="Advantage estimator. grpo: reward relative to the other samples of the same prompt."
+        default="grpo",
+        description="Advantage estimator. grpo: reward relative to the other samples of the same prompt.",
     )
-    batch_size: int = Field(32, ge=1, description="Prompts sampled in one step.")
+    batch_size: int = Field(default=32, ge=1, description="Prompts sampled in one step.")
     mini_batch_size: int = Field(
-        32,
+        default=32,
         ge=1,
         description="Prompts per optimiser step (times rollout.n responses); divides batch_size, which is the default.",
     )
-    ppo_epochs: int = Field(1, ge=1, description="Passes over each batch of samples.")
-    clip_coef: float = Field(0.2, gt=0, lt=1, description="Clip range of the probability ratio: 1 ± clip_coef.")
+    ppo_epochs: int = Field(default=1, ge=1, description="Passes over each batch of samples.")
+    clip_coef: float = Field(default=0.2, gt=0, lt=1, description="Clip range of the probability ratio: 1 ± clip_coef.")
     clip_coef_high: float | None = Field(
-        None, gt=0, description="Upper clip range when it differs from the lower one (DAPO's clip-higher); null: same."
+        default=None,
+        gt=0,
+        description="Upper clip range when it differs from the lower one (DAPO's clip-higher); null: same.",
     )
-    vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss; used with a critic only.")
-    max_grad_norm: float = Field(1.0, ge=0, description="Gradient clipping by global L2 norm; 0 turns it off.")
-    kl_coef: float = Field(0.001, ge=0, description="Weight of the KL penalty to the reference model; 0 turns it off.")
+    vf_coef: float = Field(default=0.5, ge=0, description="Weight of the value loss; used with a critic only.")
+    max_grad_norm: float = Field(default=1.0, ge=0, description="Gradient clipping by global L2 norm; 0 turns it off.")
+    kl_coef: float = Field(
+        default=0.001, ge=0, description="Weight of the KL penalty to the reference model; 0 turns it off."
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="KL estimator of each token; verl's kl, mse and low_var_kl are accepted for k1, k2 and k3."
+        default="k3",
+        description="KL estimator of each token; verl's kl, mse and low_var_kl are accepted for k1, k2 and k3.",
     )
-    kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL penalty enters.")
-    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus in the loss.")
+    kl_in: Literal["loss", "reward"] = Field(default="loss", description="Where the KL penalty enters.")
+    entropy_coef: float = Field(default=0.0, description="Weight of the entropy bonus in the loss.")
     norm_adv_by_std: bool = Field(
-        True, description="Divide advantages by the standard deviation of their prompt's group (off: Dr. GRPO)."
+        default=True, description="Divide advantages by the standard deviation of their prompt's group (off: Dr. GRPO)."
     )
     loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
-        "token-mean", description="How token losses become one number; always over the global mini-batch."
+        default="token-mean", description="How token losses become one number; always over the global mini-batch."
     )
-    lr: float = Field(1e-6, ge=0, description="Peak learning rate of AdamW.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's two decay rates.")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled weight decay.")
+    lr: float = Field(default=1e-6, ge=0, description="Peak learning rate of AdamW.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW's two decay rates.")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    weight_decay: float = Field(default=0.01, ge=0, description="AdamW's decoupled weight decay.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after the warm-up, over all optimiser steps of the run."
+        default="constant", description="Learning rate after the warm-up, over all optimiser steps of the run."
     )
-    warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up from zero.")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Floor of the schedule as a fraction of lr.")
-    micro_batch_tokens: int = Field(4096, ge=1, description="Tokens in one packed micro-batch on one rank.")
+    warmup_steps: int = Field(default=0, ge=0, description="Optimiser steps of linear warm-up from zero.")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Floor of the schedule as a fraction of lr.")
+    micro_batch_tokens: int = Field(default=4096, ge=1, description="Tokens in one packed micro-batch on one rank.")
     logprob_chunk_tokens: int = Field(
-        1024, ge=1, description="Tokens whose fp32 logits exist at a time in the log-probability and the loss."
+        default=1024, ge=1, description="Tokens whose fp32 logits exist at a time in the log-probability and the loss."
     )
-    use_critic: bool = Field(False, description="Train a value model beside the policy; grpo works without.")
-    gamma: float = Field(1.0, ge=0, le=1, description="Discount of rewards over tokens; used with a critic only.")
-    lam: float = Field(1.0, ge=0, le=1, description="GAE's lambda; used with a critic only.")
+    use_critic: bool = Field(default=False, description="Train a value model beside the policy; grpo works without.")
+    gamma: float = Field(
+        default=1.0, ge=0, le=1, description="Discount of rewards over tokens; used with a critic only."
+    )
+    lam: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda; used with a critic only.")
     reference: Literal["kept", "none"] = Field(
-        "kept", description="kept: a frozen copy of the initial weights for the KL penalty; none: no copy."
+        default="kept", description="kept: a frozen copy of the initial weights for the KL penalty; none: no copy."
     )
     reference_residency: Literal["device", "host"] = Field(
-        "device", description="Where the reference model stays between its uses; host frees GPU memory."
+        default="device", description="Where the reference model stays between its uses; host frees GPU memory."
     )
     fsdp_config: dict[str, Any] | None = Field(
-        None,
+        default=None,
         description='FSDP\'s way to say the ZeRO stage: {"sharding_strategy": FULL_SHARD | SHARD_GRAD_OP | NO_SHARD} '
         "means 3, 2, 0.",
     )

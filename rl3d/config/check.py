@@ -153,8 +153,8 @@ def _world(layout: Any, world_size: int | None, gpus: int) -> int:
             raise ConfigError(
                 Problem(
                     "layout.ranks",
-                    f"only {gpus} GPU{'s' if gpus > 1 else ''} on this machine and each rank needs one; lower it, start "
-                    "the ranks on several machines with torchrun, deepspeed or srun, or set layout.device=cpu",
+                    f"only {gpus} GPU{'s' if gpus > 1 else ''} on this machine and each rank needs one; lower it, "
+                    "start the ranks on several machines with torchrun, deepspeed or srun, or set layout.device=cpu",
                     layout.ranks,
                 )
             )
@@ -222,16 +222,15 @@ def _layout_problems(cfg: RunConfig) -> list[Problem]:
     train = cfg.layout.train_layout
     if train.zero not in SUPPORTED_ZERO:
         stages = " or ".join(f"zero{stage}" for stage in SUPPORTED_ZERO)
-        problems.append(
-            Problem("layout.train", f"this release trains with {stages}; write {stages} for zero{train.zero}", str(train))
-        )
+        text = f"this release trains with {stages}; write {stages} for zero{train.zero}"
+        problems.append(Problem("layout.train", text, str(train)))
     responses = cfg.algorithm.mini_batch_size * cfg.rollout.n
     if train.dp is not None and responses % train.dp:
         problems.append(
             Problem(
                 "algorithm.mini_batch_size",
-                f"{cfg.algorithm.mini_batch_size} prompts x rollout.n = {cfg.rollout.n} are {responses} responses, which "
-                f"do not divide by dp = {train.dp} of layout.train = {train}; make their product a multiple of {train.dp}",
+                f"{cfg.algorithm.mini_batch_size} prompts x rollout.n = {cfg.rollout.n} are {responses} responses, "
+                f"which do not divide by dp = {train.dp} of layout.train = {train}; make them a multiple of {train.dp}",
                 cfg.algorithm.mini_batch_size,
             )
         )
@@ -259,11 +258,11 @@ def _file_problems(cfg: RunConfig) -> list[Problem]:
                 )
             )
     if cfg.model.tokenizer is not None and not Path(cfg.model.tokenizer).expanduser().is_dir():
-        problems.append(Problem("model.tokenizer", "no such directory; give a tokenizer directory", cfg.model.tokenizer))
+        text = "no such directory; give a tokenizer directory"
+        problems.append(Problem("model.tokenizer", text, cfg.model.tokenizer))
     if cfg.model.random is not None and cfg.model.tokenizer is None and not tiny:
-        problems.append(
-            Problem("model.tokenizer", "random weights bring no tokenizer; give a directory, or use tiny:TASK data", None)
-        )
+        text = "random weights bring no tokenizer; give a directory, or use tiny:TASK data"
+        problems.append(Problem("model.tokenizer", text, None))
     if cfg.trainer.resume not in ("auto", "never") and not Path(cfg.trainer.resume).expanduser().is_dir():
         text = "no such checkpoint directory; expected auto, never or a directory"
         problems.append(Problem("trainer.resume", text, cfg.trainer.resume))
@@ -286,13 +285,10 @@ def check_model(cfg: RunConfig, hf_config: Mapping[str, Any]) -> None:
     multiple of it. Raises :class:`ConfigError` naming the key and the sizes that would do.
     """
     inner = hf_config.get("text_config") or hf_config
-    heads, layers, ffn = (inner.get(k) for k in ("num_attention_heads", "num_hidden_layers", "intermediate_size"))
+    names = ("num_attention_heads", "num_hidden_layers", "intermediate_size")
+    heads, layers, ffn = sizes = [value if isinstance(value := inner.get(name), int) else 0 for name in names]
     kv_heads = inner.get("num_key_value_heads") or heads
-    missing = [
-        name
-        for name, value in (("num_attention_heads", heads), ("num_hidden_layers", layers), ("intermediate_size", ffn))
-        if not isinstance(value, int) or value < 1
-    ]
+    missing = [name for name, size in zip(names, sizes) if size < 1]
     where = "model.random.config" if cfg.model.path is None else "model.path"
     if missing:
         text = f"its configuration does not say {', '.join(missing)}; expected a decoder such as llama"

@@ -60,7 +60,7 @@ def _default(field: FieldInfo) -> str:
 def _walk(cls: type[BaseModel], prefix: str) -> Iterator[KeyInfo]:
     for name, field in cls.model_fields.items():
         inner = section_of(field.annotation)
-        default = "" if inner is not None and field.default_factory is inner else _default(field)
+        default = _default(field)
         yield KeyInfo(prefix + name, _kind(field.annotation), default, field.description or "", inner is not None)
         if inner is not None:
             several = get_origin(field.annotation) in (list, dict)

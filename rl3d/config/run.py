@@ -63,12 +63,15 @@ class RunConfig(Section):
     """Everything a run needs. Read it from a file with :func:`load_config`."""
 
     model: ModelConfig = Field(description="Which model is trained.")
-    layout: LayoutConfig = Field(default_factory=LayoutConfig, description="Where the weights live.")
+    layout: LayoutConfig = Field(default_factory=lambda: LayoutConfig(), description="Where the weights live.")
     data: DataConfig = Field(description="Where prompts come from.")
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="How responses are sampled.")
+    rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(), description="How responses are sampled.")
     reward: RewardConfig = Field(description="How responses are scored.")
-    algorithm: PPOConfig = Field(default_factory=PPOConfig, description="How the policy learns.")
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="How long, where to, what is kept.")
+    algorithm: PPOConfig = Field(default_factory=lambda: PPOConfig(), description="How the policy learns.")
+    trainer: TrainerConfig = Field(
+        default_factory=lambda: TrainerConfig(),
+        description="How long, where to, what is kept.",
+    )
     deepspeed: dict[str, Any] = Field(
         default_factory=dict, description="Passed on to DeepSpeed; keys that have a name of ours are refused."
     )
@@ -192,7 +195,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             node[part] = {}
         if not isinstance(node[part], dict):
             above = ".".join(parts[: depth + 1])
-            raise ConfigError(Problem(key, f"{above} holds {node[part]!r}, not a mapping; set {above} as a whole", text))
+            problem = f"{above} holds {node[part]!r}, not a mapping; set {above} as a whole"
+            raise ConfigError(Problem(key, problem, text))
         node = node[part]
     node[parts[-1]] = _read_yaml(text, f"{key}={text}")
     if parts[0] == "layout" and len(parts) == 2:

@@ -19,29 +19,40 @@ class RandomModel(Section):
         description="A Hugging Face config.json as a mapping (model_type, hidden_size, ...); vocab_size may be left "
         "out and is then the tokenizer's."
     )
-    seed: int = Field(0, description="Seed of the initial weights.")
+    seed: int = Field(default=0, description="Seed of the initial weights.")
 
 
 class ModelConfig(Section):
     """Which model is trained."""
 
     path: str | None = Field(
-        None,
+        default=None,
         description="Hugging Face model directory, or a name that `rl3d prepare` knows (smollm2-135m-instruct), "
         "looked for under models/.",
     )
-    random: RandomModel | None = Field(None, description="Random weights instead of path: {config: {...}, seed}.")
+    random: RandomModel | None = Field(
+        default=None,
+        description="Random weights instead of path: {config: {...}, seed}.",
+    )
     tokenizer: str | None = Field(
-        None, description="Tokenizer directory; null: that of model.path, or the one that a tiny: data source trains."
+        default=None,
+        description="Tokenizer directory; null: that of model.path, or the one that a tiny: data source trains.",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="Weights and activations; auto: bfloat16 on CUDA, float32 on a CPU."
+        default="auto", description="Weights and activations; auto: bfloat16 on CUDA, float32 on a CPU."
     )
     max_sequence_length: PositiveInt | None = Field(
-        None, description="Longest prompt + response in tokens; null: data.max_prompt_tokens + rollout.max_new_tokens."
+        default=None,
+        description="Longest prompt + response in tokens; null: data.max_prompt_tokens + rollout.max_new_tokens.",
     )
-    trust_remote_code: bool = Field(False, description="Let the tokenizer run Python code from the model directory.")
-    attention: Literal["auto", "sdpa"] = Field("auto", description="Core attention kernel; auto: the best installed.")
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Let the tokenizer run Python code from the model directory.",
+    )
+    attention: Literal["auto", "sdpa"] = Field(
+        default="auto",
+        description="Core attention kernel; auto: the best installed.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelConfig":
@@ -55,10 +66,10 @@ class ModelConfig(Section):
 class LayoutChoice(Section):
     """What `layout.on_gpus` changes when at least that many GPUs are there."""
 
-    train: str | None = Field(None, description="layout.train on that many GPUs.")
-    gen: str | None = Field(None, description="layout.gen on that many GPUs.")
-    order: str | None = Field(None, description="layout.order on that many GPUs.")
-    ranks: PositiveInt | Literal["auto"] | None = Field(None, description="layout.ranks on that many GPUs.")
+    train: str | None = Field(default=None, description="layout.train on that many GPUs.")
+    gen: str | None = Field(default=None, description="layout.gen on that many GPUs.")
+    order: str | None = Field(default=None, description="layout.order on that many GPUs.")
+    ranks: PositiveInt | Literal["auto"] | None = Field(default=None, description="layout.ranks on that many GPUs.")
 
     @model_validator(mode="after")
     def _readable(self) -> "LayoutChoice":
@@ -70,18 +81,23 @@ class LayoutConfig(Section):
     """Where the weights live: the training layout, the generation layout, the number of ranks."""
 
     train: str = Field(
-        "tp1.pp1.zero1", description="Training layout, for example tp2.pp2.zero1; dp follows from the number of ranks."
+        default="tp1.pp1.zero1",
+        description="Training layout, for example tp2.pp2.zero1; dp follows from the number of ranks.",
     )
-    gen: str = Field("tp1", description="Generation layout, for example tp4; the other ranks become replicas.")
+    gen: str = Field(default="tp1", description="Generation layout, for example tp4; the other ranks become replicas.")
     order: str = Field(
-        "auto", description="Axes of the training mesh, fastest varying first, for example tp-pp-dp; auto: ours."
+        default="auto",
+        description="Axes of the training mesh, fastest varying first, for example tp-pp-dp; auto: ours.",
     )
     ranks: PositiveInt | Literal["auto"] = Field(
-        "auto", description="Number of ranks; auto: one per GPU, on a CPU the fewest that both layouts allow."
+        default="auto", description="Number of ranks; auto: one per GPU, on a CPU the fewest that both layouts allow."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA when there is a GPU.")
-    staging_mib: PositiveInt = Field(64, description="Largest staging buffer of a switch, MiB a direction.")
-    verify: Literal["off", "full"] = Field("off", description="full: compare weight fingerprints after each switch.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA when there is a GPU.")
+    staging_mib: PositiveInt = Field(default=64, description="Largest staging buffer of a switch, MiB a direction.")
+    verify: Literal["off", "full"] = Field(
+        default="off",
+        description="full: compare weight fingerprints after each switch.",
+    )
     on_gpus: dict[PositiveInt, LayoutChoice] = Field(
         default_factory=dict,
         description="Other values of train, gen, order, ranks for machines with GPUs: the largest number not above "
@@ -136,7 +152,7 @@ class DataSource(Section):
     """One source of prompts in a mixture."""
 
     source: str = Field(description="JSONL file, reasoning_gym:TASK, or tiny:TASK.")
-    weight: float = Field(1.0, gt=0, description="Share of the mixture, relative to the other sources.")
+    weight: float = Field(default=1.0, gt=0, description="Share of the mixture, relative to the other sources.")
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the task, passed on as they are.")
 
     @field_validator("source")
@@ -169,15 +185,21 @@ class DataConfig(Section):
         description="JSONL path (columns prompt, optional answer and data_source; others reach the reward by name), "
         "reasoning_gym:TASK, tiny:TASK, {source, weight, options}, or a list of these.",
     )
-    size: PositiveInt | None = Field(None, description="Rows to use; null: all of a file, 1000 of a generated task.")
-    seed: int | None = Field(None, description="Seed of generated tasks and of the order; null: trainer.seed.")
-    system_prompt: str | None = Field(None, description="System message put before every prompt.")
-    prompt_key: str = Field("prompt", description="Column that holds the prompt: text or a list of messages.")
-    max_prompt_tokens: PositiveInt = Field(512, description="Longest prompt in tokens.")
-    drop_too_long: bool = Field(True, description="Leave longer prompts out and count them; false: they are an error.")
-    shuffle: bool = Field(True, description="New order of the rows in every epoch, by seed.")
+    size: PositiveInt | None = Field(
+        default=None,
+        description="Rows to use; null: all of a file, 1000 of a generated task.",
+    )
+    seed: int | None = Field(default=None, description="Seed of generated tasks and of the order; null: trainer.seed.")
+    system_prompt: str | None = Field(default=None, description="System message put before every prompt.")
+    prompt_key: str = Field(default="prompt", description="Column that holds the prompt: text or a list of messages.")
+    max_prompt_tokens: PositiveInt = Field(default=512, description="Longest prompt in tokens.")
+    drop_too_long: bool = Field(
+        default=True,
+        description="Leave longer prompts out and count them; false: they are an error.",
+    )
+    shuffle: bool = Field(default=True, description="New order of the rows in every epoch, by seed.")
     chat_template: Literal["auto", "none"] = Field(
-        "auto", description="auto: the tokenizer's chat template when it has one; none: the text as it is."
+        default="auto", description="auto: the tokenizer's chat template when it has one; none: the text as it is."
     )
 
     @field_validator("train", mode="before")
@@ -190,19 +212,22 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """How responses are sampled."""
 
-    engine: Literal["megatron"] = Field("megatron", description="Generation engine.")
-    n: PositiveInt = Field(8, description="Samples for each prompt.")
-    max_new_tokens: PositiveInt = Field(256, description="Longest response in tokens.")
-    temperature: float = Field(1.0, gt=0, description="Softmax temperature; log-probabilities are taken at it.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 turns it off.")
-    top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0 turns it off.")
+    engine: Literal["megatron"] = Field(default="megatron", description="Generation engine.")
+    n: PositiveInt = Field(default=8, description="Samples for each prompt.")
+    max_new_tokens: PositiveInt = Field(default=256, description="Longest response in tokens.")
+    temperature: float = Field(default=1.0, gt=0, description="Softmax temperature; log-probabilities are taken at it.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; 1 turns it off.")
+    top_k: int = Field(default=0, ge=0, description="Sample among the k likeliest tokens; 0 turns it off.")
     stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
     stop_token_ids: list[int] = Field(
         default_factory=list, description="Token ids that end a response, beside the model's own."
     )
-    max_sequences: PositiveInt = Field(64, description="Sequences decoded together on one replica.")
-    max_batch_tokens: PositiveInt = Field(8192, description="Prompt tokens in one prefill batch on one replica.")
-    seed: int | None = Field(None, description="Seed of the sampling noise; null: trainer.seed.")
+    max_sequences: PositiveInt = Field(default=64, description="Sequences decoded together on one replica.")
+    max_batch_tokens: PositiveInt = Field(
+        default=8192,
+        description="Prompt tokens in one prefill batch on one replica.",
+    )
+    seed: int | None = Field(default=None, description="Seed of the sampling noise; null: trainer.seed.")
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -219,7 +244,7 @@ class RewardFunction(Section):
     """One reward among several."""
 
     function: str = Field(description="module:name, file.py:name, or reasoning_gym (the task's own verifier).")
-    weight: float = Field(1.0, description="Weight in the sum.")
+    weight: float = Field(default=1.0, description="Weight in the sum.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments passed with every call.")
 
     @field_validator("function")
@@ -233,16 +258,22 @@ class RewardFunction(Section):
 class RewardConfig(Section):
     """How responses are scored."""
 
-    function: str | None = Field(None, description="Short for functions with one entry of weight 1.")
+    function: str | None = Field(default=None, description="Short for functions with one entry of weight 1.")
     functions: list[RewardFunction] = Field(
         default_factory=list, description="Rewards, {function, weight, kwargs} each; the score is the weighted sum."
     )
-    workers: PositiveInt = Field(4, description="Concurrent calls on one rank.")
-    timeout_s: float = Field(30.0, gt=0, description="Seconds for one call; a late sample is marked failed.")
+    workers: PositiveInt = Field(default=4, description="Concurrent calls on one rank.")
+    timeout_s: float = Field(default=30.0, gt=0, description="Seconds for one call; a late sample is marked failed.")
     max_failure_rate: float = Field(
-        0.1, ge=0, le=1, description="Failed samples are left out of the loss; a larger share of them ends the run."
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Failed samples are left out of the loss; a larger share of them ends the run.",
     )
-    overlong_penalty: Literal["none"] = Field("none", description="Penalty for responses cut by max_new_tokens.")
+    overlong_penalty: Literal["none"] = Field(
+        default="none",
+        description="Penalty for responses cut by max_new_tokens.",
+    )
 
     @model_validator(mode="after")
     def _some_function(self) -> "RewardConfig":
@@ -263,21 +294,31 @@ class RewardConfig(Section):
 class TrainerConfig(Section):
     """The run itself: how long, where it writes, what it keeps."""
 
-    name: str = Field("run", min_length=1, description="Name of the run; default: the configuration file's name.")
-    output_dir: str = Field("runs", description="Directory of runs; this run writes output_dir/name.")
-    steps: PositiveInt | None = Field(None, description="Training steps; null: epochs decides.")
-    epochs: PositiveInt | None = Field(None, description="Passes over the data; null: one, unless steps is given.")
-    save_every: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
-    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept.")
-    resume: str = Field("auto", description="auto: from the run's last checkpoint if any; never; or a directory.")
-    loggers: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = Field(
-        default_factory=lambda: ["console", "jsonl", "tensorboard"], description="Where metrics go."
+    name: str = Field(
+        default="run",
+        min_length=1,
+        description="Name of the run; default: the configuration file's name.",
     )
-    seed: int = Field(0, description="Seed of everything that has no seed of its own.")
-    export_hf: bool = Field(True, description="Write the trained model to output_dir/name/hf at the end.")
-    timeout_s: float = Field(600.0, gt=0, description="Seconds that a collective or a wait may take.")
-    samples_per_step: int = Field(8, ge=0, description="Samples of each step written to the samples file.")
-    deterministic: bool = Field(False, description="Only deterministic kernels; slower on a GPU.")
+    output_dir: str = Field(default="runs", description="Directory of runs; this run writes output_dir/name.")
+    steps: PositiveInt | None = Field(default=None, description="Training steps; null: epochs decides.")
+    epochs: PositiveInt | None = Field(
+        default=None,
+        description="Passes over the data; null: one, unless steps is given.",
+    )
+    save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only at the end.")
+    keep_checkpoints: PositiveInt = Field(default=2, description="Newest checkpoints kept.")
+    resume: str = Field(
+        default="auto",
+        description="auto: from the run's last checkpoint if any; never; or a directory.",
+    )
+    loggers: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = Field(
+        default=["console", "jsonl", "tensorboard"], description="Where metrics go."
+    )
+    seed: int = Field(default=0, description="Seed of everything that has no seed of its own.")
+    export_hf: bool = Field(default=True, description="Write the trained model to output_dir/name/hf at the end.")
+    timeout_s: float = Field(default=600.0, gt=0, description="Seconds that a collective or a wait may take.")
+    samples_per_step: int = Field(default=8, ge=0, description="Samples of each step written to the samples file.")
+    deterministic: bool = Field(default=False, description="Only deterministic kernels; slower on a GPU.")
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainerConfig":
