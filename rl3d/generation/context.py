@@ -1,0 +1,134 @@
+"""What one forward pass of the model needs to know about the cache, in megatron-core's inference protocol.
+
+megatron-core passes the context through the model and asks it a few questions on the way; the attention module
+(:mod:`rl3d.generation.attention`) hands it queries, keys and values and gets the attention's output.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.inference.config import InferenceConfig
+from megatron.core.inference.contexts import BaseInferenceContext
+
+from rl3d.generation.kv_cache import KVCache
+
+_WINDOW_STEP = 32  # decode windows grow in such steps, so that a batch's neighbours seldom change a row's reductions
+
+
+class GenerationContext(BaseInferenceContext):
+    """Plan of the current step and the cache it works on.
+
+    Call :meth:`plan_prefill` or :meth:`plan_decode`, then the model with this as ``inference_context``.
+    """
+
+    # Read by megatron-core's GPTModel.
+    use_flashinfer_fused_rope = False
+    num_speculative_tokens = 0
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(InferenceConfig(materialize_only_last_token_logits=True))
+        self.cache = cache
+        self.max_sequence_length = cache.max_sequence_length
+        self.positions: torch.Tensor = torch.empty(0, dtype=torch.int64)
+        self._decode = False
+        self._rope_source: torch.Tensor | None = None
+        self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    # ---- megatron-core's questions
+
+    def is_static_batching(self) -> bool:
+        return False
+
+    def is_decode_only(self) -> bool:
+        return self._decode
+
+    def using_cuda_graph_this_step(self) -> bool:
+        return False
+
+    # ---- plans
+
+    def plan_prefill(self, slots: list[int], lengths: list[int], padding: int = 0) -> None:
+        """Whole prompts, packed one after the other, then ``padding`` tokens that are thrown away."""
+        device = self.cache.device
+        self._decode, self._rope, self._lengths, self._padding = False, None, lengths, padding
+        ranges = [torch.arange(n, device=device) for n in lengths]
+        rows = [self.cache.rows(slot, r) for slot, r in zip(slots, ranges, strict=True)]
+        self._write_rows = torch.cat(rows)
+        self.positions = torch.cat([*ranges, torch.zeros(padding, dtype=torch.int64, device=device)])
+        self.last = torch.tensor(lengths, device=device).cumsum(0) - 1
+
+    def plan_decode(self, positions_B: torch.Tensor, longest: int) -> None:
+        """One token of each of the slots ``0 .. B - 1`` at ``positions_B``; no position exceeds ``longest - 1``."""
+        batch = positions_B.shape[0]
+        self._decode, self._rope, self.positions, self._batch = True, None, positions_B, batch
+        self._width = min(-(-longest // _WINDOW_STEP) * _WINDOW_STEP, self.max_sequence_length)
+        columns = torch.arange(self._width, device=positions_B.device)
+        self._mask = (columns <= positions_B[:, None])[:, None, None]
+        slots = torch.arange(batch, device=positions_B.device)
+        self._write_rows = self.cache.rows(slots, positions_B)
+        self._window_rows = self.cache.window_rows(batch, self._width)
+
+    # ---- attention
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotary: torch.Tensor | None,
+        rotary_scale: float,
+        softmax_scale: float | None,
+    ) -> torch.Tensor:
+        """Rotate, store, attend. query [T, heads, D], key and value [T, kv_heads, D] -> [T, heads * D].
+
+        ``layer`` counts from 0 on this rank; ``rotary`` is megatron-core's table of angles [S, 1, 1, R], R <= D.
+        """
+        if rotary is not None:
+            key = self._rotate(key, rotary, rotary_scale)
+            query = self._rotate(query, rotary, rotary_scale)
+        attend = self._attend_decode if self._decode else self._attend_prefill
+        return attend(layer, query, key, value, softmax_scale)
+
+    def _rotate(self, x: torch.Tensor, rotary: torch.Tensor, scale: float) -> torch.Tensor:
+        """Rotary embedding of [T, n, D] in x's dtype, term by term as megatron-core's training path computes it."""
+        if self._rope_table is None or self._rope_source is not rotary or self._rope_table[0].dtype != x.dtype:
+            angles = rotary[:, 0, 0].float()
+            self._rope_source = rotary
+            self._rope_table = ((angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype))
+        if self._rope is None:
+            cos, sin = (table.index_select(0, self.positions)[:, None] for table in self._rope_table)
+            half = sin.shape[-1] // 2
+            self._rope = (cos, torch.cat((-sin[..., :half], sin[..., half:]), -1))
+        cos, sin = self._rope
+        size = cos.shape[-1]
+        turned = x[..., :size]
+        half = size // 2
+        swapped = torch.cat((turned[..., half:], turned[..., :half]), -1)
+        out = turned * cos + swapped * sin
+        return out if size == x.shape[-1] else torch.cat((out, x[..., size:]), -1)
+
+    def _attend_decode(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        self.cache.write(layer, self._write_rows, key, value)
+        keys, values = self.cache.window(layer, self._batch, self._width, self._window_rows)
+        batch, heads, size = query.shape
+        # The query heads that share a key/value head ride in the sequence dimension: nothing is repeated.
+        grouped = query.view(batch, key.shape[1], -1, size)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask, scale=scale)
+        return out.reshape(batch, heads * size)
+
+    def _attend_prefill(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        total = query.shape[0] - self._padding
+        self.cache.write(layer, self._write_rows, key[:total], value[:total])
+        out = torch.zeros_like(query)
+        start = 0
+        for length in self._lengths:
+            q, k, v = (x[start : start + length].transpose(0, 1)[None] for x in (query, key, value))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            out[start : start + length] = y[0].transpose(0, 1)
+            start += length
+        return out.flatten(1)

@@ -1,0 +1,106 @@
+"""The interface that every generation engine offers: what is asked of it and what it returns."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+_INT64 = 1 << 63
+
+
+class GenerationError(ValueError):
+    """A request that can never be served; the message names the request, the value and the limit."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw the tokens of a request.
+
+    Attributes:
+        max_new_tokens: most tokens to draw; 0 gives an empty result.
+        temperature: logits are divided by it; 0 is greedy, ties going to the lowest id.
+        top_p: draw from the smallest set of most probable tokens that holds this much probability; 1 is no filter.
+        top_k: draw from the k most probable tokens; 0 is no filter. Applied before ``top_p``, which sees what top-k
+            left, renormalised (the order of Hugging Face and vLLM).
+        stop_token_ids: drawing one of these ends the sequence; the token is part of the result.
+        n: samples of the prompt; sample i draws the noise of ``(step, prompt_id, sample_id + i)``.
+        seed: the run's seed.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, good, expected in (
+            ("max_new_tokens", self.max_new_tokens >= 0, "0 or more"),
+            ("temperature", 0.0 <= self.temperature < math.inf, "0 (greedy) or a positive number"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]; 1 turns it off"),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive number"),
+            ("n", self.n >= 1, "1 or more"),
+            ("seed", -_INT64 <= self.seed < _INT64, "a 64-bit integer"),
+        ):
+            if not good:
+                raise GenerationError(f"sampling parameter {name} = {getattr(self, name)!r}: expected {expected}")
+
+
+@dataclass
+class Request:
+    """One prompt. ``key`` is (step, prompt id, sample id): with the run's seed it fixes all noise."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    key: tuple[int, int, int] = (0, 0, 0)
+
+
+@dataclass
+class Result:
+    """One sampled sequence.
+
+    Attributes:
+        request_index: position of the request in the call.
+        token_ids: the tokens drawn, a stop token included.
+        logprobs: of each token under softmax(logits / temperature) over the true vocabulary, before top-k and top-p;
+            temperature 1 where sampling is greedy. The trainer recomputes exactly this number.
+        finish_reason: ``"stop"`` after a stop token, otherwise ``"length"``.
+        small_margins: draws whose two best candidates were within 1e-5 of each other, so that the last bit of a logit
+            (another batch, another number of ranks) could have changed them.
+        sample_index: which of the request's ``n`` samples.
+    """
+
+    request_index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = "length"
+    small_margins: int = 0
+    sample_index: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """State of a call after a step: sequences waiting, running and finished, and tokens drawn so far."""
+
+    waiting: int
+    running: int
+    finished: int
+    tokens: int
+
+
+OnFinish = Callable[[Result], None]
+OnStep = Callable[[Progress], None]
+
+
+class GenerationEngine(Protocol):
+    """What the sampling flow needs. All ranks of a replica call ``generate`` with the same requests."""
+
+    weights_version: int | None
+
+    def generate(
+        self, requests: Sequence[Request], on_finish: OnFinish | None = None, on_step: OnStep | None = None
+    ) -> list[Result]:
+        """Sample every request; results ordered by (request, sample), ``on_finish`` as each sequence ends."""
+        ...

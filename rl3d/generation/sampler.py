@@ -1,0 +1,204 @@
+"""Drawing tokens from vocabulary-sharded logits.
+
+Without top-k and top-p each rank looks only at its own slice of the vocabulary: a partial logsumexp and the two best
+perturbed logits cross the tensor-parallel group, five numbers a row. With a filter the whole row decides who may be
+drawn, so the logits are gathered first. All arithmetic on logits is fp32 whatever the model's dtype.
+
+Ranks end with the same bits, because they combine the same gathered numbers; no rank broadcasts a choice.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rl3d.generation.noise import log_exponentials, vocabulary_keys
+
+MARGIN = 1e-5
+"""Draws whose best and second-best perturbed logits are closer than this may flip with the last bit of a logit."""
+
+_HEAD = 1024  # a nucleus nearly always lies within this many entries: sort those first, everything only if it does not
+_NEG_INF = float("-inf")
+
+
+@dataclass
+class SamplingBatch:
+    """Sampling parameters of the rows of a batch, tensors [B] on the logits' device.
+
+    ``keys`` (int64) are the sequences' noise keys; ``top_k`` 0 and ``top_p`` 1 mean no filter; temperature 0 is
+    greedy. ``filtered`` and ``greedy`` say whether any row filters and whether all rows are greedy, so that the common
+    cases cost nothing.
+    """
+
+    keys: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    filtered: bool
+    greedy: bool
+
+    @classmethod
+    def build(
+        cls, keys: list[int], temperature: list[float], top_p: list[float], top_k: list[int], device: torch.device
+    ) -> "SamplingBatch":
+        filtered = any(t > 0 and (p < 1 or k > 0) for t, p, k in zip(temperature, top_p, top_k, strict=True))
+        return cls(
+            keys=torch.tensor(keys, dtype=torch.int64, device=device),
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
+            top_p=torch.tensor(top_p, dtype=torch.float32, device=device),
+            top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
+            filtered=filtered,
+            greedy=not any(t > 0 for t in temperature),
+        )
+
+
+@dataclass
+class Draw:
+    """Outcome of one step, all [B]: token ids (int64), log probabilities (fp32), margin below :data:`MARGIN` (bool)."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    close: torch.Tensor
+
+
+class Sampler:
+    """Gumbel-max over a vocabulary shard.
+
+    Args:
+        vocab_size: true vocabulary size; rows from there on pad the embedding and can neither be drawn nor count in
+            the logsumexp.
+        padded_vocab: rows of the embedding over all ranks, a multiple of the group size.
+        tp_group: the ranks that share the vocabulary, or ``None`` for one rank.
+    """
+
+    def __init__(
+        self, vocab_size: int, padded_vocab: int, tp_group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        self.group = tp_group
+        self.tp = 1 if tp_group is None else tp_group.size()
+        self.vocab_size = vocab_size
+        rows = padded_vocab // self.tp
+        self.start = 0 if tp_group is None else rows * tp_group.rank()
+        self.valid = max(0, min(rows, vocab_size - self.start))
+        self.shard_keys_V = vocabulary_keys(self.start, self.start + self.valid, device)
+        self.all_keys_V = self.shard_keys_V if self.tp == 1 else vocabulary_keys(0, vocab_size, device)
+
+    def draw(self, logits_BV: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor) -> Draw:
+        """Draw one token a row.
+
+        ``logits_BV``: this rank's slice of the padded vocabulary, any float dtype. ``positions_B``: index of the new
+        token in its sequence (prompt included), so that a sequence that is cut off and continued draws the same noise.
+
+        The log probability returned is that of the drawn token under softmax(logits / temperature) over the true
+        vocabulary *before* top-k and top-p (temperature 1 where greedy): the number the trainer recomputes.
+        """
+        if batch.filtered:
+            local, start, keys_V = self._gather(logits_BV)[:, : self.vocab_size], 0, self.all_keys_V
+        else:
+            local, start, keys_V = logits_BV[:, : self.valid], self.start, self.shard_keys_V
+        scaled = local.float()
+        if not batch.greedy:
+            scaled = scaled / torch.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
+        perturbed = scaled if batch.greedy else self._perturb(scaled, batch, positions_B, keys_V)
+        close = None
+        if batch.filtered:
+            perturbed, close = _filter(scaled, perturbed, batch)
+        parts = _partials(scaled, perturbed, start)
+        if self.tp > 1 and not batch.filtered:
+            parts = self._gather(parts[:, None])  # [B, tp, 5], ranks in rising order of vocabulary
+        else:
+            parts = parts[:, None]
+        draw = _combine(parts)
+        if close is not None:
+            draw.close |= close
+        return draw
+
+    def _perturb(
+        self, scaled: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor, keys_V: torch.Tensor
+    ) -> torch.Tensor:
+        noise = log_exponentials(batch.keys, positions_B, keys_V)
+        noise.masked_fill_((batch.temperature <= 0)[:, None], 0.0)
+        return torch.sub(scaled, noise, out=noise)
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenate [B, n, ...] over the group along dimension 1."""
+        if self.tp == 1:
+            return x
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.tp)]
+        dist.all_gather(parts, x, group=self.group)
+        return torch.cat(parts, 1)
+
+
+def _partials(scaled: torch.Tensor, perturbed: torch.Tensor, start: int) -> torch.Tensor:
+    """Per row: logsumexp, best perturbed logit, its global id, second best, the plain logit of the best. fp64 [B, 5].
+
+    fp64 so that a vocabulary id survives the trip.
+    """
+    if scaled.shape[1] == 0:  # a shard of padding only
+        nothing = torch.full((scaled.shape[0], 5), _NEG_INF, dtype=torch.float64, device=scaled.device)
+        nothing[:, 2] = start
+        return nothing
+    index = perturbed.argmax(-1, keepdim=True)  # the first of equals: lowest id
+    best = perturbed.gather(1, index)
+    logit = scaled.gather(1, index)
+    lse = scaled.logsumexp(-1, keepdim=True)
+    second = perturbed.scatter(1, index, _NEG_INF).amax(-1, keepdim=True)
+    return torch.cat([x.double() for x in (lse, best, index + start, second, logit)], 1)
+
+
+def _combine(parts: torch.Tensor) -> Draw:
+    """Join the partials of all shards, fp64 [B, shards, 5]."""
+    lse, best, ids, second, logit = parts.unbind(-1)
+    winner = best.argmax(-1, keepdim=True)  # shards rise with the vocabulary: ties go to the lowest id
+    top = best.gather(1, winner)
+    rival = torch.maximum(best.scatter(1, winner, _NEG_INF).amax(-1), second.gather(1, winner)[:, 0])
+    logprob = logit.gather(1, winner)[:, 0] - lse.logsumexp(-1)
+    return Draw(ids.gather(1, winner)[:, 0].long(), logprob.float(), top[:, 0] - rival < MARGIN)
+
+
+def _filter(
+    scaled: torch.Tensor, perturbed: torch.Tensor, batch: SamplingBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mask what top-k, then top-p (on what top-k left, renormalised) exclude; entries that tie with the last stay.
+
+    Returns the masked perturbed logits and, per row, whether moving the nucleus by :data:`MARGIN` changes the draw.
+    """
+    tight, exact, loose = _thresholds(scaled, batch)
+    masked = perturbed.masked_fill(scaled < loose, _NEG_INF)
+    widest = masked.argmax(-1, keepdim=True)
+    masked.masked_fill_(scaled < exact, _NEG_INF)
+    drawn = masked.argmax(-1, keepdim=True)
+    close = (widest != drawn) | (scaled.gather(1, drawn) < tight)
+    return masked, close[:, 0]
+
+
+def _thresholds(scaled: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Smallest logit that may be drawn, [B, 1] each, for top_p less the margin, top_p, and top_p plus the margin."""
+    size = scaled.shape[1]
+    off = batch.temperature <= 0
+    top_k = torch.where((batch.top_k <= 0) | off, size, batch.top_k.clamp(max=size))[:, None]
+    top_p = torch.where(off, 1.0, batch.top_p)[:, None].double()
+    unfiltered = (top_k >= size) & (top_p >= 1.0)
+    whole = scaled.logsumexp(-1, keepdim=True)
+    head = min(_HEAD, size)
+    while True:
+        ranked = scaled.topk(head, dim=-1).values
+        inside = torch.arange(head, device=scaled.device)[None] < top_k
+        mass = (ranked - whole).double().exp().masked_fill(~inside, 0.0)
+        before = mass.cumsum(-1) - mass  # probability of everything ranked higher
+        # top-k renormalises; where top-k does not end within the head the total is 1
+        total = torch.where(top_k <= head, mass.sum(-1, keepdim=True), 1.0)
+        last = before[:, -1:] / total
+        covered = unfiltered | (top_k <= head) | (last >= top_p + MARGIN)
+        if head == size or bool(covered.all()):
+            break
+        head = size
+    share = before / total
+
+    def threshold(limit: torch.Tensor) -> torch.Tensor:
+        keep = inside & ((share < limit) | (top_p >= 1.0))
+        keep[:, 0] = True  # the most probable entry is never excluded
+        return ranked.gather(1, keep.sum(-1, keepdim=True) - 1).masked_fill(unfiltered, _NEG_INF)
+
+    return threshold(top_p - MARGIN), threshold(top_p), threshold(top_p + MARGIN)

@@ -1,0 +1,47 @@
+"""Runs on several ranks: carries out engine jobs and returns their results (see test_megatron.py)."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from rl3d.distributed.groups import GroupRegistry, generation_groups
+from rl3d.generation.engine import GenerationError, Request, SamplingParams
+from rl3d.layout import GenMesh
+from tests.generation.models import Job, build_engine
+
+
+def main(runtime: Any, jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    registry = GroupRegistry(runtime.timeout_s)
+    groups = {tp: generation_groups(GenMesh(tp, tuple(range(runtime.world_size))), registry) for tp in (1, 2, 4)}
+    answers = [_carry_out(Job.from_json(data), groups) for data in jobs]
+    return {"jobs": answers, "disagreement": _disagreement(jobs[0]["model"], groups[4])}
+
+
+def _carry_out(job: Job, groups: dict[int, Any]) -> list[dict[str, Any]]:
+    mine = groups[job.tp]
+    engine = build_engine(job.model, mine, **job.engine)
+    share = list(range(len(job.requests)))
+    if job.split:
+        share = share[mine.dp_rank :: mine.dp_size]
+    streamed: list[tuple[int, int]] = []
+    results = engine.generate([job.requests[i] for i in share], lambda r: streamed.append((r.request_index, len(r.token_ids))))
+    assert sorted(streamed) == sorted((r.request_index, len(r.token_ids)) for r in results)
+    plain = [{**vars(r), "request_index": share[r.request_index]} for r in results]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine.dp_rank, plain))
+    by_replica: dict[int, Any] = {}
+    for replica, answer in everyone:
+        assert by_replica.setdefault(replica, answer) == answer, "the ranks of a replica disagree"
+    if not job.split:
+        return by_replica[0]
+    return sorted((r for answer in by_replica.values() for r in answer), key=lambda r: (r["request_index"], r["sample_index"]))
+
+
+def _disagreement(model: str, groups: Any) -> str:
+    """Different requests on the ranks of one replica are an error on all of them, not a hang."""
+    engine = build_engine(model, groups)
+    try:
+        engine.generate([Request([3 + groups.tp_rank // 2], SamplingParams(4))])
+    except GenerationError as error:
+        return str(error)
+    return ""
