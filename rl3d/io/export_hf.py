@@ -162,8 +162,12 @@ def gather_parameter(mapped: MappedParameter, shard: Tensor, groups: Any) -> Ten
 
 def _write_index(directory: Path, arch: Architecture, padded_vocab: int, groups: Any, dtype: torch.dtype) -> None:
     index = directory / INDEX_FILE
+    written = {_stage_file(stage, groups.pp_size) for stage in range(groups.pp_size)}
+    for stale in directory.glob("model*.safetensors"):  # of an earlier export with another number of stages
+        if stale.name not in written:
+            stale.unlink()
     if groups.pp_size == 1:
-        index.unlink(missing_ok=True)  # of an earlier export with more stages
+        index.unlink(missing_ok=True)
         return
     layers = stage_layers(arch.num_layers, groups.pp_size)
     weight_map, shapes, total = {}, hf_shapes(arch), 0

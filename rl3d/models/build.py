@@ -19,7 +19,7 @@ from rl3d.models.layers import PackedAttention, RMSNorm
 
 
 @dataclass
-class PackedRow(PackedSeqParams):
+class RowBoundaries(PackedSeqParams):
     """Sequences end to end in one row, as megatron-core hands it to attention.
 
     megatron-core's own packed format rotates and cuts sequence by sequence in Python; here the row stays an ordinary
@@ -29,7 +29,7 @@ class PackedRow(PackedSeqParams):
     lengths: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, lengths: "tuple[int, ...] | list[int]", device: torch.device) -> "PackedRow":
+    def of(cls, lengths: "tuple[int, ...] | list[int]", device: torch.device) -> "RowBoundaries":
         """Boundaries of ``lengths`` sequences, on ``device``."""
         cu = torch.tensor([0, *torch.tensor(list(lengths)).cumsum(0).tolist()], dtype=torch.int32, device=device)
         longest = max(lengths)

@@ -1,0 +1,93 @@
+"""megatron-core's pipeline schedules over packed rows, on explicit process groups."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from torch import Tensor
+
+from rl3d.distributed.groups import ModelGroups
+from rl3d.engine.microbatch import MicroBatch
+from rl3d.engine.vocab_parallel import token_logprobs
+
+# (logprobs_N, entropy_N, micro-batch) -> (loss to minimise, values to collect)
+LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Any]]]
+
+
+class Pipeline:
+    """Runs a model over micro-batches: forward only, or forward and backward (1F1B when there are stages).
+
+    Args:
+        model: this rank's ``GPTModel``.
+        groups: where it lives.
+        vocab_size: real vocabulary; pad columns take no part in the softmax.
+        logprob_chunk: tokens whose fp32 logits exist at a time.
+    """
+
+    def __init__(self, model: Any, groups: ModelGroups, vocab_size: int, logprob_chunk: int = 1024):
+        self.model, self.groups = model, groups
+        self.vocab_size, self.logprob_chunk = vocab_size, logprob_chunk
+        self._collection = groups.pg_collection()
+        self._p2p = P2PCommunicator(pp_group=groups.pp, config=model.config)
+        # the loss is normalised over the global batch before it gets here: megatron-core must not divide again
+        model.config.calculate_per_token_loss = True
+
+    def run(self, batches: Sequence[MicroBatch], loss: LossFunction, temperature: float,
+            forward_only: bool) -> list[dict[str, Any]]:  # fmt: skip
+        """What ``loss`` collected for each micro-batch, in order; an empty list except on the last stage.
+
+        Every rank of a pipeline must pass the same micro-batches.
+        """
+        device = next(self.model.parameters()).device
+        queue = iter([b.to(device) for b in batches])
+
+        def forward_step(iterator: Any, model: Any) -> tuple[Any, Callable[[Any], Any]]:
+            batch = next(iterator)
+            out = model(
+                batch.tokens_T[None], batch.positions_T[None], None, packed_seq_params=batch.boundaries(),
+                output_processor=self._last_stage, output_processor_context=(batch, temperature),
+            )  # fmt: skip
+
+            def finish(result: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+                value, collected = loss(*result, batch)
+                return value, torch.ones((), dtype=torch.int, device=device), collected
+
+            return out, finish
+
+        arguments: dict[str, Any] = {
+            "forward_step_func": forward_step, "data_iterator": queue, "model": [self.model],
+            "num_microbatches": len(batches), "seq_length": 1, "micro_batch_size": 1, "forward_only": forward_only,
+            "pg_collection": self._collection,
+        }  # fmt: skip
+        if self.groups.pp_size == 1:
+            return forward_backward_no_pipelining(**arguments)
+        return forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=self._p2p)
+
+    def _last_stage(self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None,
+                    context: tuple[MicroBatch, float], **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+        batch, temperature = context
+        weight = output_weight if output_weight is not None else output_layer.weight
+        return token_logprobs(
+            hidden_states[:, 0].index_select(0, batch.select_N), weight, batch.labels_N, vocab_size=self.vocab_size,
+            temperature=temperature, group=self.groups.tp, chunk=self.logprob_chunk,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[tuple[Tensor, Tensor]]:
+        """(log-probabilities [N], entropy [N]) of each micro-batch; an empty list except on the last stage."""
+        if not batches:
+            return []
+        was_training = self.model.training
+        self.model.eval()
+
+        def keep(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+            return logprobs.sum(), {"logprobs": logprobs, "entropy": entropy}
+
+        out = self.run(batches, keep, temperature, forward_only=True)
+        self.model.train(was_training)
+        return [(o["logprobs"], o["entropy"]) for o in out]

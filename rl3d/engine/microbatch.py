@@ -1,0 +1,41 @@
+"""A packed row on its way through the model: what forward needs and what the loss needs.
+
+Shape legend: T tokens of the row, N tokens of it that are predicted (responses).
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl3d.models.build import RowBoundaries
+
+
+@dataclass
+class MicroBatch:
+    """One packed row.
+
+    Attributes:
+        tokens_T, positions_T: int64; positions restart with each sequence.
+        lengths: tokens of each sequence, in order.
+        select_N: indices into the row whose hidden state predicts a response token.
+        labels_N: those response tokens.
+        values: further per-token tensors [N], e.g. ``advantages``, ``old_logprobs``, ``weights``.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    lengths: tuple[int, ...]
+    select_N: Tensor
+    labels_N: Tensor
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same row on another device."""
+        return MicroBatch(
+            self.tokens_T.to(device), self.positions_T.to(device), self.lengths, self.select_N.to(device),
+            self.labels_N.to(device), {k: v.to(device) for k, v in self.values.items()},
+        )  # fmt: skip
+
+    def boundaries(self) -> RowBoundaries:
+        return RowBoundaries.of(self.lengths, self.tokens_T.device)
