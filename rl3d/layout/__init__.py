@@ -1,6 +1,11 @@
 """Where every byte lives: ranks, coordinates, parameter specifications and regions. Pure arithmetic."""
 
 from rl3d.layout.parallel import Coord, GenLayout, GenMesh, LayoutError, Mesh, TrainLayout, stage_layers
+from rl3d.layout.regions import Box, Holding, cut_atoms, matrix_shape, split_box
+from rl3d.layout.sharding import Shard, ShardLayout, count_layers, itemsize
 from rl3d.layout.spec import ParamSpec, Piece
 
-__all__ = ["Coord", "GenLayout", "GenMesh", "LayoutError", "Mesh", "ParamSpec", "Piece", "TrainLayout", "stage_layers"]
+__all__ = [
+    "Box", "Coord", "GenLayout", "GenMesh", "Holding", "LayoutError", "Mesh", "ParamSpec", "Piece", "Shard",
+    "ShardLayout", "TrainLayout", "count_layers", "cut_atoms", "itemsize", "matrix_shape", "split_box", "stage_layers",
+]  # fmt: skip

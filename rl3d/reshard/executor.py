@@ -1,0 +1,167 @@
+"""Carrying out a plan on real tensors: check on all ranks, then move in place."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rl3d.reshard.plan import Plan, ReshardError
+from rl3d.reshard.program import Program, Tensors, bind, find_problems
+from rl3d.reshard.transports import CollectiveTransport, Transport, run_inprocess
+
+
+@dataclass(frozen=True)
+class MoveReport:
+    """What one rank did in one move. Bytes are payload bytes of this rank."""
+
+    seconds: float
+    bytes_local: int
+    bytes_sent: int
+    bytes_received: int
+    staging_bytes: int
+    messages: int
+    transport: str
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Busier direction over the wire, 1e9 bytes per second."""
+        return max(self.bytes_sent, self.bytes_received) / max(self.seconds, 1e-9) / 1e9
+
+
+class Resharder:
+    """Moves one set of weights by one plan, any number of times.
+
+    Construction and :meth:`run` are collective over ``group``. Destination tensors are written in place, so their
+    addresses never change. Works in either direction: the plan says which.
+
+    Args:
+        plan: the same on every rank; its hash is compared once.
+        rank: global rank of this process.
+        group: process group over global ranks that contains every rank of the plan; ``None`` is the default group, or
+            no group at all in a process without one.
+        src, dst: canonical name -> this rank's contiguous local tensor under either layout.
+        device: where the tensors and the staging buffers live.
+        transport: how buckets travel; :class:`CollectiveTransport` when left out.
+
+    Raises:
+        ReshardError: on every rank and before any weight is sent, when the plans differ or a tensor on any rank is
+            missing, unexpected, or has the wrong shape, dtype, device or memory.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        group: "dist.ProcessGroup | None",
+        src: Tensors,
+        dst: Tensors,
+        device: torch.device | str,
+        transport: Transport | None = None,
+    ) -> None:
+        self.plan, self.rank, self.group = plan, rank, group
+        self.src, self.dst = dict(src), dict(dst)
+        self.device = torch.device(device)
+        self.transport = transport if transport is not None else CollectiveTransport(group, self.device)
+        self._program: Program | None = None
+        self._addresses: tuple[int, ...] = ()
+        self._check_members()
+        self._agree_on_plan()
+        self._bind()
+
+    def run(self) -> MoveReport:
+        """Move the weights. Raises :class:`ReshardError` on every rank when any tensor no longer fits."""
+        self._bind()
+        assert self._program is not None
+        program = self._program
+        self._synchronize()
+        start = time.perf_counter()
+        program.run_local()
+        self.transport.move(program)
+        self._synchronize()
+        return MoveReport(
+            seconds=time.perf_counter() - start,
+            bytes_local=program.bytes_local,
+            bytes_sent=program.bytes_sent,
+            bytes_received=program.bytes_received,
+            staging_bytes=self.transport.staging_bytes,
+            messages=sum(len(b.sends) + len(b.receives) for b in program.buckets),
+            transport=self.transport.name,
+        )
+
+    def _bind(self) -> None:
+        """Check the tensors, and make new views if one of them moved on any rank. One small collective."""
+        problems = find_problems(self.plan, self.rank, self.src, self.dst, self.device)
+        addresses = tuple(t.data_ptr() for tensors in (self.src, self.dst) for t in tensors.values())
+        stale = self._program is None or addresses != self._addresses
+        if self._agree(problems, stale):
+            self._program = bind(self.plan, self.rank, self.src, self.dst)
+            self._addresses = addresses
+            self.transport.prepare(self._program)
+
+    def _distributed(self) -> bool:
+        return self.group is not None or (dist.is_available() and dist.is_initialized())
+
+    def _check_members(self) -> None:
+        needed = sorted({*self.plan.source.ranks, *self.plan.destination.ranks})
+        members = dist.get_process_group_ranks(self.group) if self._distributed() else [self.rank]
+        outside = [rank for rank in needed if rank not in members]
+        if outside:
+            raise ReshardError(
+                f"the plan {self.plan.source.name} -> {self.plan.destination.name} needs ranks {outside}, which are "
+                f"not in the process group {members}; give a group that contains them all"
+            )
+        if self._distributed() and self.device.type != "cpu" and "nccl" not in str(dist.get_backend(self.group)):
+            raise ReshardError(
+                f"device {self.device} with the {dist.get_backend(self.group)} backend: it cannot send GPU tensors "
+                "from rank to rank; use an NCCL group"
+            )
+
+    def _agree_on_plan(self) -> None:
+        if not self._distributed():
+            return
+        words = [int(self.plan.hash[i : i + 12], 16) for i in range(0, 60, 12)]
+        mine = torch.tensor([[self.rank, *words]], dtype=torch.int64, device=self.device)
+        everyone = torch.empty(dist.get_world_size(self.group), mine.shape[1], dtype=torch.int64, device=self.device)
+        dist.all_gather(list(everyone.split(1)), mine, group=self.group)
+        if bool((everyone[:, 1:] != everyone[:1, 1:]).any()):
+            hashes = {r: "".join(f"{w:012x}" for w in line)[:12] for r, *line in everyone.tolist()}
+            raise ReshardError(
+                f"ranks have different plans, by rank: {hashes}; build them from the same specifications and layouts"
+            )
+
+    def _agree(self, problems: list[str], stale: bool) -> bool:
+        """Raise on every rank when any has problems, so that nobody is left waiting; else whether any is stale."""
+        if not self._distributed():
+            if problems:
+                raise ReshardError("cannot move weights, nothing was written:\n" + "\n".join(problems))
+            return stale
+        flags = torch.tensor([len(problems), int(stale)], dtype=torch.int64, device=self.device)
+        dist.all_reduce(flags, group=self.group)
+        count, any_stale = flags.tolist()
+        if not count:
+            return bool(any_stale)
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(gathered, problems[:20], group=self.group)
+        lines = [line for lines in gathered for line in lines]
+        raise ReshardError("cannot move weights, nothing was sent:\n" + "\n".join(lines[:40]))
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def apply_plan_inprocess(plan: Plan, src_by_rank: Mapping[int, Tensors], dst_by_rank: Mapping[int, Tensors]) -> int:
+    """Carry out a plan for all of its ranks in this process; returns the largest staging buffer in bytes.
+
+    Raises :class:`ReshardError` with every problem of every rank before anything is written.
+    """
+    ranks = sorted({*plan.source.ranks, *plan.destination.ranks})
+    inputs = {rank: (src_by_rank.get(rank, {}), dst_by_rank.get(rank, {})) for rank in ranks}
+    problems = [line for rank, (src, dst) in inputs.items() for line in find_problems(plan, rank, src, dst)]
+    if problems:
+        raise ReshardError("cannot move weights, nothing was written:\n" + "\n".join(problems))
+    programs = [bind(plan, rank, src, dst) for rank, (src, dst) in inputs.items()]
+    devices = [t.device for pair in inputs.values() for tensors in pair for t in tensors.values()]
+    return run_inprocess(programs, devices[0] if devices else None)

@@ -1,0 +1,22 @@
+"""What a transport must do; small enough for one that stages messages and one that reads peers' memory directly."""
+
+from typing import Protocol
+
+from rl3d.reshard.program import Program
+
+
+class Transport(Protocol):
+    """Carries a program's buckets between ranks.
+
+    ``name`` is for reports; ``staging_bytes`` is the larger of its two staging buffers (0 for a transport that needs
+    none).
+    """
+
+    name: str
+    staging_bytes: int
+
+    def prepare(self, program: Program) -> None:
+        """Get ready for a newly bound program: allocate staging, map peers' memory. Called by all ranks alike."""
+
+    def move(self, program: Program) -> None:
+        """Carry out all buckets; on return the destination tensors of this rank are complete."""

@@ -1,0 +1,43 @@
+"""Point-to-point messages of torch.distributed: NCCL between GPUs, gloo between CPU processes."""
+
+import torch
+import torch.distributed as dist
+
+from rl3d.reshard.program import Program
+
+
+class CollectiveTransport:
+    """One packed message per (source, destination, bucket), all of a bucket posted together.
+
+    The two staging buffers are allocated once, as large as the fullest bucket, and reused.
+    """
+
+    name = "collective"
+
+    def __init__(self, group: "dist.ProcessGroup | None", device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.staging_bytes = 0
+        self._out = self._in = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def prepare(self, program: Program) -> None:
+        if self._out.numel() != program.send_staging:
+            self._out = torch.empty(program.send_staging, dtype=torch.uint8, device=self.device)
+        if self._in.numel() != program.receive_staging:
+            self._in = torch.empty(program.receive_staging, dtype=torch.uint8, device=self.device)
+        self.staging_bytes = max(program.send_staging, program.receive_staging)
+
+    @torch.no_grad()
+    def move(self, program: Program) -> None:
+        for bucket in program.buckets:
+            # P2POp takes global ranks and translates them for the group itself.
+            operations = [
+                dist.P2POp(dist.irecv, m.buffer(self._in), m.peer, group=self.group) for m in bucket.receives
+            ]
+            for message in bucket.sends:
+                message.pack(self._out)
+                operations.append(dist.P2POp(dist.isend, message.buffer(self._out), message.peer, group=self.group))
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            for message in bucket.receives:
+                message.unpack(self._in)
