@@ -130,13 +130,19 @@ def _show_error(error: Exception) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from rl3d.config import check, load_config, resolve
+    from rl3d.config import ConfigError, check, count_gpus, load_config, resolve
     from rl3d.distributed.environment import detect, is_launched
 
-    launched = is_launched()
-    place = detect() if launched else None
+    place = detect() if is_launched() else None
+    if args.ranks:
+        args.overrides.append(f"layout.ranks={args.ranks}")
     cfg = load_config(args.config, args.overrides)
-    cfg = resolve(cfg, world_size=place.world_size if place else args.ranks)
+    gpus = 0 if cfg.layout.device == "cpu" else count_gpus()
+    cfg = resolve(cfg, world_size=place.world_size if place else args.ranks, gpus=gpus)
+    if place is None and cfg.layout.device == "cuda" and args.ranks and args.ranks > gpus:
+        raise ConfigError(
+            f"--ranks {args.ranks}: only {gpus} GPU{'s' * (gpus > 1)} here; lower it or add layout.device=cpu"
+        )
     hf_config = check(cfg)
     if args.dry_run:
         if place is None or place.rank == 0:
@@ -224,11 +230,12 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from rl3d.config import ConfigError
-    from rl3d.trainer.run import export
 
     if not Path(args.source).is_dir():
         raise ConfigError(
             f"{args.source}: no such run or checkpoint directory; expected runs/NAME or a checkpoint in it"
         )
+    from rl3d.trainer.run import export
+
     export(args.source, args.directory)
     return 0
