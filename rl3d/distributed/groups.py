@@ -5,14 +5,14 @@ Every group is made before the first step, on all ranks in one global order; gro
 meshes therefore only ever ask for groups in which the coordinate rises with the rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from rl3d.layout import GenMesh, LayoutError, Mesh
+from rl3d.layout import LayoutError, Mesh
 
 
 class GroupRegistry:
@@ -97,16 +97,22 @@ def training_groups(mesh: Mesh, registry: GroupRegistry) -> ModelGroups:
     )  # fmt: skip
 
 
-def generation_groups(mesh: GenMesh, registry: GroupRegistry) -> ModelGroups | None:
-    """Groups of a generation mesh (collective); ``None`` on ranks that take no part in generation."""
+def generation_groups(replicas: Sequence[tuple[int, ...]], registry: GroupRegistry) -> ModelGroups | None:
+    """Groups of tensor-parallel replicas (collective); ``None`` on ranks that take no part in generation.
+
+    ``dp_rank`` is the replica's index. A rank's slot is its position in its replica, whose ranks must rise.
+    """
     single = registry.all_of([(rank,) for rank in range(dist.get_world_size())])
-    tp = registry.all_of(mesh.groups())
+    tp = registry.all_of(replicas)
     rank = dist.get_rank()
-    if rank not in mesh.ranks:
+    replica = next((i for i, ranks in enumerate(replicas) if rank in ranks), None)
+    if replica is None:
         return None
-    replica, slot = mesh.coords(rank)
+    ranks = replicas[replica]
+    if list(ranks) != sorted(ranks):
+        raise LayoutError(f"generation replica {ranks} must list its ranks in rising order: groups sort their members")
     return ModelGroups(
         tp=tp, pp=single, dp=single, mp=tp, embd=None, single=single,
-        tp_rank=slot, tp_size=mesh.tp, pp_rank=0, pp_size=1, dp_rank=replica, dp_size=mesh.replicas,
-        model_ranks=mesh.groups()[replica],
+        tp_rank=ranks.index(rank), tp_size=len(ranks), pp_rank=0, pp_size=1, dp_rank=replica, dp_size=len(replicas),
+        model_ranks=ranks,
     )  # fmt: skip

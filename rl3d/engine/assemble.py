@@ -1,0 +1,139 @@
+"""Puts an actor together: arithmetic first, then groups, then modules, then weights.
+
+Everything that can be wrong with a layout or a model is found before any weight is read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl3d.config import PPOConfig
+from rl3d.distributed import bootstrap
+from rl3d.distributed.bootstrap import Runtime
+from rl3d.distributed.groups import GroupRegistry, ModelGroups, generation_groups, training_groups
+from rl3d.engine.hybrid import HybridEngine
+from rl3d.engine.roles import ForwardRole
+from rl3d.engine.training import TrainingEngine
+from rl3d.engine.zero import AdamSettings
+from rl3d.generation.attention import CachedSelfAttention
+from rl3d.generation.megatron import MegatronGenerator
+from rl3d.io.import_hf import import_hf
+from rl3d.layout import GenLayout, Mesh, TrainLayout
+from rl3d.layout.sharding import ShardLayout
+from rl3d.models import Architecture, parameter_specs
+from rl3d.models.build import build_model, canonical_parameters, check_tensor_parallel
+from rl3d.reshard.mapping import mesh_choices
+
+
+@dataclass(frozen=True)
+class ActorSettings:
+    """What an actor is made of; :class:`rl3d.Actor` documents each."""
+
+    train: TrainLayout = field(default_factory=TrainLayout)
+    gen: GenLayout = field(default_factory=GenLayout)
+    order: tuple[str, str, str] | None = None
+    dtype: torch.dtype = torch.float32
+    max_sequence_length: int = 2048
+    max_sequences: int = 64
+    max_prefill_tokens: int = 8192
+    staging_bytes: int = 64 << 20
+    verify: bool = False
+    training_copy: str = "keep"
+    reference: bool = False
+    reference_residency: str = "device"
+    algorithm: PPOConfig = field(default_factory=PPOConfig)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    megatron: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ActorParts:
+    """An assembled actor. ``gen_groups`` and the generator are ``None`` on ranks that do not generate."""
+
+    arch: Architecture
+    padded_vocab: int
+    groups: ModelGroups
+    gen_groups: ModelGroups | None
+    train: TrainingEngine
+    hybrid: HybridEngine
+    reference: ForwardRole | None
+    mesh_order: tuple[str, str, str]
+
+
+def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> ActorParts:
+    """Build and load everything. Collective over all ranks.
+
+    Raises:
+        LayoutError, UnsupportedModelError: the layouts, the model and the number of ranks do not fit together.
+        CheckpointError: the weights do not match the configuration.
+    """
+    arch = Architecture.from_hf(directory)
+    train, gen, world = settings.train.resolve(runtime.world_size), settings.gen, runtime.world_size
+    check_tensor_parallel(arch, train.tp, "layout.train")
+    check_tensor_parallel(arch, gen.tp, "layout.gen")
+    padded_vocab = arch.padded_vocab(train.tp, gen.tp)
+    dtype_name = str(settings.dtype).removeprefix("torch.")
+    specs = parameter_specs(arch, padded_vocab, dtype_name)
+    mesh, replicas = _meshes(specs, train, gen, settings.order, runtime)
+    source = ShardLayout.training(mesh, arch.num_layers, zero=train.zero)
+    target = ShardLayout.replicas(gen.tp, replicas, arch.num_layers)
+
+    bootstrap.init_deepspeed()
+    registry = GroupRegistry(runtime.timeout_s)
+    groups = training_groups(mesh, registry)
+    gen_groups = generation_groups(replicas, registry)
+    move_group = GroupRegistry(runtime.timeout_s).all_of([tuple(range(world))])  # of its own: a listener may move
+
+    device, dtype = runtime.device, settings.dtype
+    model = build_model(arch, groups, padded_vocab=padded_vocab, dtype=dtype, device=device, **settings.megatron)
+    _load(directory, arch, padded_vocab, model, groups)
+    reference = None
+    if settings.reference:
+        frozen = build_model(arch, groups, padded_vocab=padded_vocab, dtype=dtype, device=device, **settings.megatron)
+        with torch.no_grad():
+            for copy, original in zip(frozen.parameters(), model.parameters(), strict=True):
+                copy.copy_(original)
+        reference = ForwardRole(frozen, arch, groups, residency=settings.reference_residency,
+                                logprob_chunk=settings.algorithm.logprob_chunk_tokens)  # fmt: skip
+    algorithm = settings.algorithm
+    adam = AdamSettings(algorithm.lr, algorithm.betas, algorithm.eps, algorithm.weight_decay, algorithm.max_grad_norm)
+    engine = TrainingEngine(model, arch, groups, stage=train.zero, settings=adam, deepspeed=settings.deepspeed,
+                            logprob_chunk=algorithm.logprob_chunk_tokens)  # fmt: skip
+
+    generator, gen_weights = None, {}
+    if gen_groups is not None:
+        gen_model = build_model(arch, gen_groups, padded_vocab=padded_vocab, dtype=dtype, device=device, mode="generate",
+                                self_attention=CachedSelfAttention, **settings.megatron)  # fmt: skip
+        gen_weights = {n: p.data for n, p in canonical_parameters(gen_model, arch, gen_groups).items()}
+        generator = MegatronGenerator(
+            gen_model, gen_groups.tp, arch.vocab_size, max_sequences=settings.max_sequences,
+            max_sequence_length=settings.max_sequence_length, device=device, dtype=dtype,
+            max_prefill_tokens=settings.max_prefill_tokens,
+        )  # fmt: skip
+    hybrid = HybridEngine(
+        engine, generator, gen_weights, specs=specs, source=source, target=target, group=move_group, rank=runtime.rank,
+        device=device, staging_bytes=settings.staging_bytes, nodes=runtime.nodes, verify=settings.verify,
+        training_copy=settings.training_copy,
+    )  # fmt: skip
+    return ActorParts(arch, padded_vocab, groups, gen_groups, engine, hybrid, reference, mesh.order)
+
+
+def _meshes(specs: Sequence[Any], train: TrainLayout, gen: GenLayout, order: tuple[str, str, str] | None,
+            runtime: Runtime) -> tuple[Mesh, tuple[tuple[int, ...], ...]]:  # fmt: skip
+    """The training mesh and the generation replicas between which the least has to move."""
+    per_node = runtime.local_world_size if len(set(runtime.nodes)) > 1 else None
+    choices = mesh_choices(specs, train, gen, runtime.world_size, per_node)
+    if order is not None:
+        choices = [c for c in choices if c.order == order]
+    best = min(choices)
+    return Mesh.of(train, runtime.world_size, best.order), best.gen_groups(gen.tp, runtime.world_size)
+
+
+def _load(directory: Path, arch: Architecture, padded_vocab: int, model: Any, groups: ModelGroups) -> None:
+    parameters = {n: p.data for n, p in canonical_parameters(model, arch, groups).items()}
+    import_hf(directory, arch, padded_vocab, parameters, groups.tp_size, groups.tp_rank)
+    dist.barrier(group=groups.mp)

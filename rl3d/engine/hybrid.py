@@ -1,0 +1,177 @@
+"""The hybrid engine: one set of weights, moved between the training layout and the generation layout."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl3d.engine.training import TrainingEngine
+from rl3d.generation.megatron import MegatronGenerator
+from rl3d.layout import ParamSpec
+from rl3d.layout.sharding import ShardLayout
+from rl3d.reshard.executor import Resharder
+from rl3d.reshard.fingerprint import compare, fingerprint_shards, replica_differences
+from rl3d.reshard.plan import Plan
+from rl3d.reshard.planner import build_plan
+
+TRAINING, GENERATION = "training", "generation"
+
+
+class ModeError(RuntimeError):
+    """Something was called in the wrong mode; the message names the switch to call."""
+
+
+class VerificationError(RuntimeError):
+    """After a move a parameter is not what it was before; the message names it."""
+
+
+@dataclass
+class SwitchReport:
+    """One switch on one rank: seconds by stage and bytes by kind. A switch that had nothing to do is all zeros."""
+
+    direction: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_local: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    staging_bytes: int = 0
+    cache_bytes: int = 0
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+class HybridEngine:
+    """Two modes over one set of weights.
+
+    Generation has an arena of its own whose addresses never change; the training copy is the one that learns. With
+    ``training_copy="drop"`` the flat 16-bit (fp32 when training in fp32) training weights are given back during
+    generation and rebuilt from the generation copy on the way back; gradients and optimiser state stay.
+
+    Args:
+        train: the training engine.
+        generator: this rank's part of a replica, ``None`` on ranks that do not generate.
+        gen_weights: canonical name -> local tensor of the generation layout (empty on such ranks).
+        specs, source, target: parameters, training layout, generation layout.
+        group: a process group over all ranks used by nothing else.
+        rank, device: this rank.
+        staging_bytes: cap on staging buffers, per direction.
+        nodes: node of each rank.
+        verify: compare fingerprints of every parameter after each move.
+        training_copy: ``"keep"`` or ``"drop"``.
+    """
+
+    def __init__(self, train: TrainingEngine, generator: MegatronGenerator | None, gen_weights: dict[str, Tensor], *,
+                 specs: Sequence[ParamSpec], source: ShardLayout, target: ShardLayout, group: Any, rank: int,
+                 device: torch.device, staging_bytes: int = 64 << 20, nodes: Sequence[int] | None = None,
+                 verify: bool = False, training_copy: str = "keep"):  # fmt: skip
+        if training_copy not in ("keep", "drop"):
+            raise ValueError(f"training_copy = {training_copy!r}: expected 'keep' or 'drop'")
+        self.train, self._generator, self.gen_weights = train, generator, gen_weights
+        self.specs, self.source, self.target = list(specs), source, target
+        self.group, self.rank, self.device = group, rank, device
+        self.verify, self.training_copy = verify, training_copy
+        self.mode = TRAINING
+        self.version = 0  # of the training weights; each optimiser step makes a new one
+        self.plan: Plan = build_plan(self.specs, source, target, staging_bytes=staging_bytes, nodes=nodes)
+        self._to_generation = Resharder(self.plan, rank, group, train.weights, gen_weights, device)
+        self._to_training: Resharder | None = None
+        if training_copy == "drop":
+            back = build_plan(self.specs, target, source, staging_bytes=staging_bytes, nodes=nodes)
+            self._to_training = Resharder(back, rank, group, gen_weights, train.weights, device)
+        self._flat_bytes = [t.untyped_storage().nbytes() for t in train.zero.flat_weights()]
+        self.reports: list[SwitchReport] = []
+
+    # ---- state
+
+    @property
+    def generator(self) -> MegatronGenerator | None:
+        """The generator, in generation mode only. Raises :class:`ModeError` in training mode."""
+        self.require(GENERATION, "generate")
+        return self._generator
+
+    def require(self, mode: str, action: str) -> None:
+        """Raise :class:`ModeError` unless in ``mode``."""
+        if self.mode != mode:
+            raise ModeError(f"{action}() needs {mode} mode, the actor is in {self.mode} mode; call switch_to_{mode}() first")
+
+    def weights_changed(self) -> None:
+        """To be called after every optimiser step or load: what generation holds is stale from now on."""
+        self.version += 1
+        if self._generator is not None:
+            self._generator.expected_version = self.version
+
+    # ---- the two switches
+
+    def switch_to_generation(self) -> SwitchReport:
+        """Move the weights into the generation layout. Collective and idempotent.
+
+        Raises:
+            VerificationError: with ``verify``, on every rank, when a fingerprint changed; the mode stays training.
+        """
+        report = SwitchReport("to_generation")
+        if self.mode == GENERATION:
+            return report
+        self._move(self._to_generation, report)
+        if self.verify:
+            self._check(report)
+        start = time.perf_counter()
+        if self._generator is not None:
+            self._generator.weights_version = self._generator.expected_version = self.version
+            report.cache_bytes = self._generator.allocate_cache()
+        report.seconds["cache"] = time.perf_counter() - start
+        if self.training_copy == "drop":
+            for flat in self.train.zero.flat_weights():
+                flat.untyped_storage().resize_(0)
+        self.mode = GENERATION
+        self.reports.append(report)
+        return report
+
+    def switch_to_training(self) -> SwitchReport:
+        """Back to training: the cache is released, a dropped training copy is rebuilt. Collective and idempotent."""
+        report = SwitchReport("to_training")
+        if self.mode == TRAINING:
+            return report
+        start = time.perf_counter()
+        if self._generator is not None:
+            report.cache_bytes = -self._generator.release_cache()
+        report.seconds["cache"] = time.perf_counter() - start
+        if self._to_training is not None:
+            for flat, size in zip(self.train.zero.flat_weights(), self._flat_bytes, strict=True):
+                flat.untyped_storage().resize_(size)
+                flat.zero_()  # DeepSpeed's alignment padding at the end belongs to no parameter
+            self._move(self._to_training, report)
+            if self.verify:
+                self._check(report)
+        self.mode = TRAINING
+        self.reports.append(report)
+        return report
+
+    def _move(self, resharder: Resharder, report: SwitchReport) -> None:
+        moved = resharder.run()
+        report.seconds["move"] = moved.seconds
+        report.bytes_local, report.bytes_sent = moved.bytes_local, moved.bytes_sent
+        report.bytes_received, report.staging_bytes = moved.bytes_received, moved.staging_bytes
+
+    # ---- proof
+
+    def training_fingerprints(self) -> dict[str, int]:
+        """Fingerprint of every parameter as the training layout holds it. Collective."""
+        return fingerprint_shards(self.specs, self.source, self.rank, self.train.weights, self.group)
+
+    def generation_fingerprints(self) -> dict[str, int]:
+        """Fingerprint of every parameter as the generation layout holds it. Collective."""
+        return fingerprint_shards(self.specs, self.target, self.rank, self.gen_weights, self.group)
+
+    def _check(self, report: SwitchReport) -> None:
+        start = time.perf_counter()
+        problems = compare(self.training_fingerprints(), self.generation_fingerprints())
+        problems += replica_differences(self.specs, self.source, self.rank, self.train.weights, self.group)
+        problems += replica_differences(self.specs, self.target, self.rank, self.gen_weights, self.group)
+        report.seconds["verify"] = time.perf_counter() - start
+        if problems:
+            raise VerificationError(f"{len(problems)} parameters changed in {report.direction}: " + "; ".join(problems[:4]))

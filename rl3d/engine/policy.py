@@ -1,0 +1,249 @@
+"""Policy updates: a global batch of samples -> optimiser steps, the same for every layout.
+
+Every rank passes the same samples in the same order. Mini-batches, and with them the loss and its normalisation, are
+cut from that global order; only then do the data-parallel ranks take shares of each.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rl3d.data.packing import pack, split_for_dp
+from torch import Tensor
+
+from rl3d.algorithms.aggregation import sample_weights
+from rl3d.algorithms.losses import kl_penalty, policy_loss
+from rl3d.config import PPOConfig
+from rl3d.engine.microbatch import MicroBatch
+from rl3d.engine.roles import ForwardRole
+from rl3d.engine.training import TrainingEngine
+
+
+@dataclass
+class TrainSample:
+    """One response to learn from.
+
+    Attributes:
+        prompt_ids, response_ids: tokens.
+        advantage: of every response token.
+        rollout_logprobs: what generation reported, [len(response_ids)]; ``None`` when unknown.
+        valid: ``False`` leaves the sample out of the loss and its normalisation.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    advantage: float
+    rollout_logprobs: list[float] | None = None
+    valid: bool = True
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass
+class _Row:
+    """A micro-batch and the indices, into the mini-batch, of the samples in it."""
+
+    batch: MicroBatch
+    samples: list[int]
+
+
+class PolicyUpdate:
+    """One batch of samples on its way through log-probabilities, reference and optimiser steps.
+
+    Args:
+        engine: the actor's training engine.
+        config: the algorithm.
+        samples: the global batch, equal on all ranks.
+        mini_batches: indices into ``samples`` of each mini-batch, equal on all ranks.
+        temperature: of the rollout; logits are divided by it.
+        cpu_group: gloo group over all ranks, for metrics.
+    """
+
+    def __init__(self, engine: TrainingEngine, config: PPOConfig, samples: Sequence[TrainSample],
+                 mini_batches: Sequence[Sequence[int]], temperature: float, cpu_group: Any):  # fmt: skip
+        self.engine, self.config, self.temperature, self.cpu_group = engine, config, temperature, cpu_group
+        self.device = next(engine.model.parameters()).device
+        self._rows = [self._rows_of([samples[i] for i in indices]) for indices in mini_batches]
+        groups = engine.groups
+        # one rank of each data-parallel share speaks for its values: the last stage has them, TP ranks agree
+        self._speaks = groups.is_last_stage and groups.tp_rank == 0
+
+    # ---- building rows
+
+    def _rows_of(self, samples: list[TrainSample]) -> list[_Row]:
+        groups, config = self.engine.groups, self.config
+        counts = torch.tensor([len(s.response_ids) if s.valid else 0 for s in samples])
+        weights = sample_weights(counts, config.loss_aggregation).tolist()
+        mine = split_for_dp([s.length for s in samples], groups.dp_size)[groups.dp_rank]
+        bins = pack([samples[i].length for i in mine], config.micro_batch_tokens)
+        rows = [_Row(_row([samples[mine[i]] for i in b], [weights[mine[i]] for i in b]), [mine[i] for i in b]) for b in bins]
+        if not rows:  # this rank still has to take part in the step
+            rows = [_Row(_row([], []), [])]
+        return [_Row(row.batch.to(self.device), row.samples) for row in rows]
+
+    # ---- the three passes
+
+    def old_logprobs(self) -> dict[str, float]:
+        """Log-probabilities under the policy that sampled, by the training engine; kept for the loss.
+
+        Returns:
+            metrics: entropy, and how far generation's own log-probabilities are from the training engine's
+            (``training/rollout_probs_diff_*`` on probabilities, ``training/rollout_logprobs_diff_max``).
+        """
+        rows = [row for rows in self._rows for row in rows]
+        out = self.engine.logprobs([row.batch for row in rows], self.temperature)
+        sums: dict[str, float] = {"tokens": 0.0, "entropy": 0.0, "diff": 0.0, "diff2": 0.0}
+        top = {"prob_diff": 0.0, "logprob_diff": 0.0}
+        for row, (logprobs, entropy) in zip(rows, out):
+            row.batch.values["old_logprobs"] = logprobs
+            mask = row.batch.values["mask"]
+            sums["tokens"] += float(mask.sum())
+            sums["entropy"] += float(entropy[mask].sum())
+            known = mask & row.batch.values["rollout_logprobs"].isfinite()
+            if known.any():
+                rollout = row.batch.values["rollout_logprobs"][known]
+                diff = (rollout.exp() - logprobs[known].exp()).abs()
+                sums["diff"] += float(diff.sum())
+                sums["diff2"] += float(diff.double().pow(2).sum())
+                top["prob_diff"] = max(top["prob_diff"], float(diff.max()))
+                top["logprob_diff"] = max(top["logprob_diff"], float((rollout - logprobs[known]).abs().max()))
+        sums, top = self._combine(sums, top)
+        n = max(sums["tokens"], 1.0)
+        mean = sums["diff"] / n
+        return {
+            "actor/entropy": sums["entropy"] / n,
+            "training/rollout_probs_diff_max": top["prob_diff"],
+            "training/rollout_probs_diff_mean": mean,
+            "training/rollout_probs_diff_std": max(sums["diff2"] / n - mean**2, 0.0) ** 0.5,
+            "training/rollout_logprobs_diff_max": top["logprob_diff"],
+        }
+
+    def reference_logprobs(self, reference: ForwardRole) -> dict[str, float]:
+        """The reference model's log-probabilities, kept for the KL penalty. Returns the KL before the update."""
+        rows = [row for rows in self._rows for row in rows]
+        out = reference.logprobs([row.batch for row in rows], self.temperature)
+        sums = {"tokens": 0.0, "kl": 0.0}
+        for row, logprobs in zip(rows, out):
+            values = row.batch.values
+            values["ref_logprobs"] = logprobs
+            sums["tokens"] += float(values["mask"].sum())
+            sums["kl"] += float(kl_penalty(values["old_logprobs"], logprobs, values["mask"], "k1").sum())
+        sums, _ = self._combine(sums, {})
+        return {"actor/reward_kl_penalty": sums["kl"] / max(sums["tokens"], 1.0)}
+
+    def step(self, lr_of_step: Callable[[], float], on_mini_batch: Callable[[int, int], None] | None = None,
+             on_step: Callable[[], None] | None = None) -> dict[str, float]:  # fmt: skip
+        """All optimiser steps: ``ppo_epochs`` passes over the mini-batches.
+
+        Args:
+            lr_of_step: learning rate of the next optimiser step.
+            on_mini_batch: called before each with (index, total).
+            on_step: called after each optimiser step that was taken.
+
+        Returns:
+            metrics under verl's names, means over mini-batches.
+        """
+        total = self.config.ppo_epochs * len(self._rows)
+        history: list[dict[str, float]] = []
+        for index in range(total):
+            rows = self._rows[index % len(self._rows)]
+            if on_mini_batch is not None:
+                on_mini_batch(index, total)
+            lr = lr_of_step()
+            self.engine.zero.set_lr(lr)
+            result = self.engine.train_step([row.batch for row in rows], self._loss, self.temperature)
+            if result.stepped and on_step is not None:
+                on_step()
+            history.append(self._metrics(result.collected, result.grad_norm, result.stepped, lr))
+        out = {key: sum(h[key] for h in history) / len(history) for key in history[0]}
+        out["actor/lr"] = history[-1]["actor/lr"]
+        out["actor/skipped_steps"] = sum(h["actor/skipped_steps"] for h in history)
+        out["actor/log_ratio_max_first"] = history[0]["actor/log_ratio_max_first"]
+        return out
+
+    def _loss(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+        config, values = self.config, batch.values
+        mask, weights = values["mask"], values["weights"]
+        old = values.get("old_logprobs", logprobs.detach())
+        advantages = values["advantages"]
+        if config.kl_in == "reward" and "ref_logprobs" in values:
+            advantages = advantages - config.kl_coef * kl_penalty(old, values["ref_logprobs"], mask, config.kl_estimator)
+        surrogate = policy_loss(logprobs, old, advantages, mask, clip_low=config.clip_low, clip_high=config.clip_high)
+        pg_loss = (weights * surrogate.per_token).sum()
+        loss = pg_loss
+        collected = {f"sum/{k}": v for k, v in surrogate.sums.items()}
+        inside = torch.where(mask, entropy, 0.0)
+        collected["sum/entropy"] = inside.detach().sum()
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * (weights * inside).sum()
+        if config.kl_in == "loss" and config.kl_coef > 0 and "ref_logprobs" in values:
+            penalty = kl_penalty(logprobs, values["ref_logprobs"], mask, config.kl_estimator)
+            kl_loss = (weights * penalty).sum()
+            loss = loss + config.kl_coef * kl_loss
+            collected["loss/kl"] = kl_loss.detach()
+        collected["loss/pg"], collected["loss/total"] = pg_loss.detach(), loss.detach()
+        gap = torch.where(mask, logprobs.detach() - old, 0.0).abs()
+        collected["max/log_ratio"] = gap.max() if gap.numel() else gap.sum()
+        return loss, collected
+
+    # ---- metrics
+
+    def _metrics(self, collected: list[dict[str, Any]], grad_norm: float, stepped: bool, lr: float) -> dict[str, float]:
+        sums = dict.fromkeys(("tokens", "clipfrac", "ppo_kl", "entropy", "pg", "kl", "total"), 0.0)
+        top = {"log_ratio": 0.0}
+        for c in collected:
+            for name in ("tokens", "clipfrac", "ppo_kl", "entropy"):
+                sums[name] += float(c[f"sum/{name}"])
+            for name in ("pg", "kl", "total"):
+                sums[name] += float(c.get(f"loss/{name}", 0.0))
+            top["log_ratio"] = max(top["log_ratio"], float(c["max/log_ratio"]))
+        sums, top = self._combine(sums, top)
+        n = max(sums["tokens"], 1.0)
+        return {
+            "actor/pg_loss": sums["pg"],
+            "actor/kl_loss": sums["kl"],
+            "actor/total_loss": sums["total"],
+            "actor/ppo_kl": sums["ppo_kl"] / n,
+            "actor/pg_clipfrac": sums["clipfrac"] / n,
+            "actor/grad_norm": grad_norm,
+            "actor/lr": lr,
+            "actor/skipped_steps": float(not stepped),
+            "actor/log_ratio_max_first": top["log_ratio"],
+        }
+
+    def _combine(self, sums: dict[str, float], tops: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """Add up (and take maxima of) what the speaking ranks hold; the result is on every rank. Collective."""
+        speak = 1.0 if self._speaks else 0.0
+        added = torch.tensor([v * speak for v in sums.values()], dtype=torch.float64)
+        highest = torch.tensor([v * speak for v in tops.values()], dtype=torch.float64)
+        dist.all_reduce(added, group=self.cpu_group)
+        if tops:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.cpu_group)
+        return dict(zip(sums, added.tolist())), dict(zip(tops, highest.tolist()))
+
+
+def _row(samples: list[TrainSample], weights: list[float]) -> MicroBatch:
+    """Pack samples end to end. An empty row still runs through the model, with two tokens that nothing is learnt from."""
+    if not samples:
+        samples, weights = [TrainSample([0], [0], 0.0, None, False)], [0.0]
+    tokens, positions, select, labels = [], [], [], []
+    values: dict[str, list[Any]] = {"advantages": [], "weights": [], "mask": [], "rollout_logprobs": []}
+    for sample, weight in zip(samples, weights, strict=True):
+        start, prompt, response = len(tokens), len(sample.prompt_ids), len(sample.response_ids)
+        tokens += [*sample.prompt_ids, *sample.response_ids]
+        positions += range(sample.length)
+        select += range(start + prompt - 1, start + sample.length - 1)
+        labels += sample.response_ids
+        values["advantages"] += [sample.advantage] * response
+        values["weights"] += [weight] * response
+        values["mask"] += [sample.valid] * response
+        values["rollout_logprobs"] += sample.rollout_logprobs or [float("nan")] * response
+    return MicroBatch(
+        torch.tensor(tokens), torch.tensor(positions), tuple(s.length for s in samples),
+        torch.tensor(select, dtype=torch.int64), torch.tensor(labels, dtype=torch.int64),
+        {k: torch.tensor(v, dtype=torch.bool if k == "mask" else torch.float32) for k, v in values.items()},
+    )  # fmt: skip

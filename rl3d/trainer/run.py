@@ -1,0 +1,145 @@
+"""A run from its configuration: what ``rl3d train`` does in each rank, and ``rl3d export`` afterwards."""
+
+import logging
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl3d.data.dataset import PromptDataset
+from rl3d.data.sources import load_rows
+from rl3d.data.tiny import make_tiny_model
+from rl3d.data.tokenizers import load_tokenizer
+from rl3d.rewards.runner import RewardRunner, resolve_reward
+
+from rl3d.config import RunConfig, check, load_config, model_dir, resolve
+from rl3d.config.base import ConfigError, Problem
+from rl3d.distributed import bootstrap, failures
+from rl3d.distributed.bootstrap import Runtime
+from rl3d.engine.actor import Actor
+from rl3d.trainer import checkpoint
+from rl3d.trainer.trainer import RLTrainer
+
+
+def main(config: RunConfig) -> int:
+    """Train as ``config`` (resolved and checked) says, in this rank. Returns the exit code."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    runtime = bootstrap.init(timeout_s=config.trainer.timeout_s, device=config.layout.device)
+    with failures.guard(runtime):
+        build(config).train()
+    return 0
+
+
+def resolve_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, resolve for the ranks that exist, and check a configuration file."""
+    from rl3d.distributed.environment import detect
+
+    config = resolve(load_config(path, overrides), world_size=detect().world_size)
+    check(config)
+    return config
+
+
+def build(config: RunConfig) -> RLTrainer:
+    """Everything that a configuration describes, in this rank. Collective."""
+    runtime = bootstrap.init(timeout_s=config.trainer.timeout_s, device=config.layout.device)
+    _deterministic(config)
+    run_dir = config.run_dir
+    if runtime.rank == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(config.to_yaml())
+    directory = _model(config, runtime)
+    tokenizer = load_tokenizer(config.model.tokenizer or directory, trust_remote_code=config.model.trust_remote_code)
+    dataset = _dataset(config, tokenizer)
+    rollout = config.rollout.model_copy(update={"stop_token_ids": _stop_ids(config, tokenizer)})
+    layout, algorithm = config.layout, config.algorithm
+    assert config.model.max_sequence_length is not None
+    actor = Actor(
+        directory, tokenizer, train=layout.train, gen=layout.gen, order=layout.order, dtype=config.model.dtype,
+        device=layout.device, algorithm=algorithm, max_sequence_length=config.model.max_sequence_length,
+        max_sequences=rollout.max_sequences, max_prefill_tokens=rollout.max_batch_tokens,
+        staging_mib=layout.staging_mib, verify=layout.verify == "full", reference=algorithm.needs_reference,
+        reference_residency=algorithm.reference_residency, deepspeed=config.deepspeed, megatron=config.megatron,
+        seed=config.trainer.seed, timeout_s=config.trainer.timeout_s,
+    )  # fmt: skip
+    reward = config.reward
+    functions = [(resolve_reward(term.function, term.kwargs), term.weight) for term in reward.terms]
+    rewards = RewardRunner(functions, workers=reward.workers, timeout_s=reward.timeout_s,
+                           max_failure_rate=reward.max_failure_rate)  # fmt: skip
+    if runtime.rank == 0:
+        print(_opening(config, actor), flush=True)
+    return RLTrainer(actor, tokenizer, dataset, algorithm, rewards, rollout=rollout, trainer=config.trainer,
+                     run_config=config)  # fmt: skip
+
+
+def _opening(config: RunConfig, actor: Actor) -> str:
+    """What is about to run, in a few lines a person can check."""
+    arch, certificate = actor.parts.arch, actor.hybrid.plan.certificate.to_json()
+    train = actor.settings.train.resolve(actor.runtime.world_size)
+    replicas = actor.settings.gen.replicas(actor.runtime.world_size)
+    return "\n".join([
+        f"{arch.family}, {arch.num_parameters / 1e6:.1f}M parameters, {config.model.dtype} on {actor.runtime.device.type}, "
+        f"{actor.runtime.world_size} ranks",
+        f"train {train} → generate {actor.settings.gen} × {replicas}: a switch brings each rank "
+        f"{certificate['received_mean'] / 1e6:.1f} MB (bound {certificate['bound_mean'] / 1e6:.1f} MB)",
+        f"run directory {config.run_dir}",
+    ])  # fmt: skip
+
+
+def _deterministic(config: RunConfig) -> None:
+    import torch
+
+    if config.trainer.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _model(config: RunConfig, runtime: Runtime) -> Path:
+    """Directory of the initial weights; random ones are made by the first rank of each node."""
+    if config.model.random is None:
+        directory = model_dir(config)
+        assert directory is not None
+        return directory
+    directory = config.run_dir / "model"
+    if runtime.rank == 0 and not (directory / "config.json").is_file():
+        make_tiny_model(directory, dict(config.model.random.config), config.model.random.seed)
+    runtime.barrier()
+    return directory
+
+
+def _dataset(config: RunConfig, tokenizer: Any) -> PromptDataset:
+    data = config.data
+    assert data.seed is not None
+    rows = load_rows(data.train, size=data.size, seed=data.seed, prompt_key=data.prompt_key)
+    return PromptDataset(
+        rows, tokenizer, system_prompt=data.system_prompt, chat_template=data.chat_template,
+        max_prompt_tokens=data.max_prompt_tokens, drop_too_long=data.drop_too_long,
+    )  # fmt: skip
+
+
+def _stop_ids(config: RunConfig, tokenizer: Any) -> list[int]:
+    """Stop texts must be single tokens: sampling stops at token ids."""
+    ids = list(config.rollout.stop_token_ids)
+    for text in config.rollout.stop:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) != 1:
+            raise ConfigError(Problem("rollout.stop", f"{text!r} is {len(tokens)} tokens; give texts of one token", text))
+        ids += tokens
+    return ids
+
+
+def export(source: str | Path, directory: str | Path) -> None:
+    """Copy the weights of a checkpoint, or of a run's newest one, to a Hugging Face directory of their own.
+
+    Raises:
+        ConfigError: ``source`` is neither a run nor a checkpoint, or ``directory`` holds files already.
+    """
+    source, directory = Path(source), Path(directory)
+    try:
+        found = checkpoint.find(source, str(source))
+    except checkpoint.ResumeError as error:
+        raise ConfigError(str(error)) from None
+    assert found is not None
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(f"{directory} is not empty; give a new directory")
+    shutil.copytree(found / checkpoint.WEIGHTS, directory, dirs_exist_ok=True)
+    print(f"{found} -> {directory}")

@@ -1,0 +1,232 @@
+"""``RLTrainer``: prompts in, a better policy out; one step reads top to bottom in :meth:`RLTrainer.step`."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rl3d.data.batch import Prompt, Sample
+from rl3d.data.dataset import PromptDataset, PromptStream
+from rl3d.rewards.runner import RewardRunner
+
+from rl3d.config import PPOConfig, RewardConfig, RolloutConfig, RunConfig, TrainerConfig
+from rl3d.engine.actor import Actor
+from rl3d.trainer import checkpoint
+from rl3d.trainer import metrics as names
+from rl3d.trainer.console import Console
+from rl3d.trainer.exchange import exchange
+from rl3d.trainer.flows import Flows, StepContext, run_sampling_and_rewarding
+from rl3d.trainer.loggers import MetricsWriter, write_samples
+from rl3d.trainer.schedule import learning_rate
+
+Callback = Callable[[int, dict[str, Any]], None]
+
+
+class RLTrainer:
+    """Trains an actor with GRPO on prompts and a reward.
+
+    Every rank of the job makes the same one and calls :meth:`train`.
+
+    Args:
+        actor_model: an :class:`~rl3d.Actor`, or what it takes as ``model`` (then built with its defaults).
+        tokenizer: Hugging Face tokenizer; ``None`` takes the actor's.
+        dataset: a :class:`~rl3d.data.dataset.PromptDataset`, or rows with ``prompt`` and optional ``answer`` (a list
+            of dicts, a Hugging Face dataset, ...).
+        config: the algorithm.
+        reward_fn: ``reward_fn(prompt, response) -> float`` (other columns reach it by name), a list of such functions,
+            or a :class:`~rl3d.rewards.runner.RewardRunner`.
+        rollout, trainer: those sections of a run's configuration.
+        flows: your own sampling, rewarding or updating flow.
+        run_config: the whole configuration of the run, shown by loggers.
+
+    Raises:
+        ValueError: a batch larger than the data, or settings that do not fit together.
+    """
+
+    def __init__(self, actor_model: Any, tokenizer: Any = None, dataset: Any = None, config: PPOConfig | None = None,
+                 reward_fn: Any = None, *, rollout: RolloutConfig | None = None, trainer: TrainerConfig | None = None,
+                 flows: Flows | None = None, run_config: RunConfig | None = None):  # fmt: skip
+        self.algorithm = config or PPOConfig()
+        self.rollout = rollout or RolloutConfig()
+        self.settings = trainer or TrainerConfig()
+        if isinstance(actor_model, Actor):
+            self.actor = actor_model
+        else:
+            self.actor = Actor(actor_model, tokenizer, algorithm=self.algorithm, reference=self.algorithm.needs_reference,
+                               seed=self.settings.seed, timeout_s=self.settings.timeout_s)  # fmt: skip
+        self.runtime = self.actor.runtime
+        self.tokenizer = tokenizer if tokenizer is not None else self.actor.tokenizer
+        if dataset is None or reward_fn is None:
+            raise ValueError("RLTrainer needs a dataset and a reward_fn; pass both (or use RLTrainer.from_config)")
+        if not isinstance(dataset, PromptDataset):
+            room = self.actor.settings.max_sequence_length - self.rollout.max_new_tokens
+            dataset = PromptDataset(list(dataset), self.tokenizer, max_prompt_tokens=room)
+        self.dataset = dataset
+        seed = self.settings.seed
+        self.stream = PromptStream(dataset, self.algorithm.batch_size, shuffle=True, seed=seed)
+        self.rewards = reward_fn if isinstance(reward_fn, RewardRunner) else _runner(reward_fn)
+        self.flows = flows or Flows()
+        self.run_config = run_config
+        self.run_dir = self.settings.run_dir
+        self.console = Console(self.runtime.rank == 0 and "console" in self.settings.loggers)
+        self.stop_token_ids = tuple(dict.fromkeys([*self.actor.source.stop_token_ids, *self.rollout.stop_token_ids]))
+        self.global_step = 0
+        self.optimizer_steps = 0
+        self._callbacks: list[tuple[Callback, bool]] = []
+        self._total_steps = 0
+
+    @classmethod
+    def from_config(cls, path: str | Path, overrides: Sequence[str] = ()) -> "RLTrainer":
+        """The trainer of a configuration file, with ``key=value`` overrides. See ``rl3d config``."""
+        from rl3d.trainer.run import build, resolve_file
+
+        return build(resolve_file(path, overrides))
+
+    def add_callback(self, callback: Callback, *, every_rank: bool = False) -> None:
+        """Call ``callback(step, logs)`` after each step; ``logs`` holds all metrics and ``reward_mean``.
+
+        On rank 0 only, unless ``every_rank``.
+        """
+        self._callbacks.append((callback, every_rank))
+
+    # ---- the loop
+
+    def train(self, num_train_epochs: int | None = None) -> dict[str, Any]:
+        """Run to the end: ``trainer.steps``, or epochs over the data. Resumes as ``trainer.resume`` says.
+
+        Returns:
+            the metrics of the last step (empty when there was nothing left to do).
+        """
+        self._total_steps = self._steps(num_train_epochs)
+        self._resume()
+        config = self.run_config.model_dump(mode="json") if self.run_config else None
+        logs: dict[str, Any] = {}
+        saved = self.global_step
+        with MetricsWriter(self.settings.loggers, self.run_dir, config, start_step=self.global_step,
+                           rank=self.runtime.rank) as writer:  # fmt: skip
+            while self.global_step < self._total_steps:
+                logs = self.step(writer)
+                if self.settings.save_every and self.global_step % self.settings.save_every == 0:
+                    self.save()
+                    saved = self.global_step
+        if saved < self.global_step:
+            self.save()
+        if self.settings.export_hf:
+            self.actor.save_hf(self.run_dir / "hf")
+            self.console.line(f"Wrote {self.run_dir / 'hf'}")
+        return logs
+
+    def step(self, writer: MetricsWriter | None = None) -> dict[str, Any]:
+        """One step: sample, score, update. Returns its metrics, the same on every rank but for timings."""
+        start = time.perf_counter()
+        step, actor, n = self.global_step, self.actor, self.rollout.n
+        ctx = StepContext(
+            step, self.stream.next_batch(), actor, self.tokenizer, self.algorithm, self.rollout, self.rewards,
+            self.console, self._seed(), self._lr, self._stepped, self.stop_token_ids,
+        )  # fmt: skip
+        self.console.sampling(step, len(ctx.prompts), len(ctx.prompts) * n)
+        switch = actor.switch_to_generation()
+        mine = run_sampling_and_rewarding(ctx, self.flows)
+        back = actor.switch_to_training()
+        ctx.timings[names.TIMING_UPDATE_WEIGHTS] = switch.total_seconds + back.total_seconds
+
+        samples = exchange(mine, ctx.prompts, n, actor.parts.gen_groups, self.runtime.cpu_group)
+        self.rewards.check_failures(samples)
+        metrics = self.flows.updating(ctx, samples)
+
+        ctx.timings[names.TIMING_STEP] = time.perf_counter() - start
+        logs = self._logs(ctx, samples, metrics)
+        self.global_step += 1
+        self._report(step, logs, samples, writer)
+        return logs
+
+    # ---- helpers
+
+    def _steps(self, num_train_epochs: int | None) -> int:
+        if num_train_epochs is None and self.settings.steps is not None:
+            return self.settings.steps
+        return (num_train_epochs or self.settings.epochs or 1) * self.stream.batches_per_epoch
+
+    def _seed(self) -> int:
+        return self.settings.seed if self.rollout.seed is None else self.rollout.seed
+
+    def _lr(self) -> float:
+        per_step = self.algorithm.ppo_epochs * self.algorithm.mini_batches
+        return learning_rate(self.algorithm, self.optimizer_steps, self._total_steps * per_step)
+
+    def _stepped(self) -> None:
+        self.optimizer_steps += 1
+
+    def _logs(self, ctx: StepContext, samples: Sequence[Sample], metrics: dict[str, float]) -> dict[str, Any]:
+        scores = [s.score for s in samples if not s.failed and s.score is not None]
+        tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in samples)
+        seconds = ctx.timings[names.TIMING_STEP]
+        memory = torch.cuda.max_memory_allocated() / 1e9 if self.runtime.device.type == "cuda" else 0.0
+        spread = names.spread(names.SCORE, scores) | names.spread(names.REWARDS, scores)
+        limit = self.actor.settings.max_sequence_length - self.rollout.max_new_tokens
+        return {
+            **metrics, **ctx.metrics, **spread, **ctx.timings,
+            **names.lengths(names.RESPONSE_LENGTH, [len(s.response_ids) for s in samples], self.rollout.max_new_tokens),
+            **names.lengths(names.PROMPT_LENGTH, [len(s.prompt_ids) for s in samples], limit),
+            names.TOTAL_TOKENS: tokens, names.TIME_PER_STEP: seconds, names.MAX_MEMORY_GB: memory,
+            names.THROUGHPUT: tokens / seconds / self.runtime.world_size,
+            names.GLOBAL_STEP: ctx.step, names.EPOCH: self.stream.epoch,
+            "reward/failed": sum(s.failed for s in samples),
+            "reward_mean": spread.get(f"{names.SCORE}/mean", float("nan")),
+        }  # fmt: skip
+
+    def _report(self, step: int, logs: dict[str, Any], samples: Sequence[Sample], writer: MetricsWriter | None) -> None:
+        kl = logs["actor/kl_loss"] if self.actor.parts.reference is not None else logs[names.ACTOR_PPO_KL]
+        self.console.result(step, logs["actor/total_loss"], logs["reward_mean"], kl)
+        if writer is not None:
+            writer.log(step, logs)
+        if self.runtime.rank == 0 and self.settings.samples_per_step:
+            shown = samples[: self.settings.samples_per_step]
+            write_samples(self.run_dir, step, [self._sample_row(s) for s in shown])
+        for callback, every_rank in self._callbacks:
+            if every_rank or self.runtime.rank == 0:
+                callback(step, logs)
+
+    def _sample_row(self, s: Sample) -> dict[str, Any]:
+        prompt = self.tokenizer.decode(s.prompt_ids) if self.tokenizer is not None else str(s.prompt_ids)
+        return {"uid": s.uid, "prompt": prompt, "response": s.text, "score": s.score, "failed": s.failed,
+                "finish_reason": s.finish_reason, "response_tokens": len(s.response_ids), **s.info}  # fmt: skip
+
+    # ---- checkpoints
+
+    @property
+    def _layout(self) -> str:
+        train = self.actor.settings.train.resolve(self.runtime.world_size)
+        return f"{train}/{'-'.join(self.actor.parts.mesh_order)}"
+
+    def save(self) -> Path:
+        """Write a checkpoint of the run now. Collective."""
+        state = checkpoint.RunState(self.global_step, self.optimizer_steps, self.stream.state_dict(), self._layout,
+                                    self.runtime.world_size)  # fmt: skip
+        zero = self.actor.parts.train.zero
+        directory = self.run_dir / "checkpoints"
+        keep, export = self.settings.keep_checkpoints, self.actor.save_hf
+        return self.actor.call("save", lambda: checkpoint.save(directory, state, zero, self.runtime, keep, export))
+
+    def _resume(self) -> None:
+        path = checkpoint.find(self.run_dir / "checkpoints", self.settings.resume)
+        if path is None or self.global_step:
+            return
+        zero = self.actor.parts.train.zero
+        state = self.actor.call("load", lambda: checkpoint.load(path, zero, self.runtime, self._layout))
+        self.actor.hybrid.weights_changed()
+        self.stream.load_state_dict(state.stream)
+        self.global_step, self.optimizer_steps = state.step, state.optimizer_steps
+        left = max(self._total_steps - state.step, 0)
+        self.console.line(f"Resumed from {path}: {state.step} steps done, {left} to go")
+
+
+def _runner(reward_fn: Any) -> RewardRunner:
+    functions: Iterable[Any] = reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]
+    defaults = RewardConfig(function="given:directly")
+    return RewardRunner(list(functions), workers=defaults.workers, timeout_s=defaults.timeout_s,
+                        max_failure_rate=defaults.max_failure_rate)  # fmt: skip
+
+
+__all__ = ["Callback", "Flows", "Prompt", "RLTrainer", "Sample"]
