@@ -2,10 +2,11 @@
 
 from rl3d.layout.parallel import Coord, GenLayout, GenMesh, LayoutError, Mesh, TrainLayout, stage_layers
 from rl3d.layout.regions import Box, Holding, cut_atoms, matrix_shape, split_box
-from rl3d.layout.sharding import Shard, ShardLayout, count_layers, itemsize
+from rl3d.layout.sharding import Atom, Shard, ShardLayout, count_layers, itemsize
 from rl3d.layout.spec import ParamSpec, Piece
 
 __all__ = [
-    "Box", "Coord", "GenLayout", "GenMesh", "Holding", "LayoutError", "Mesh", "ParamSpec", "Piece", "Shard",
-    "ShardLayout", "TrainLayout", "count_layers", "cut_atoms", "itemsize", "matrix_shape", "split_box", "stage_layers",
+    "Atom", "Box", "Coord", "GenLayout", "GenMesh", "Holding", "LayoutError", "Mesh", "ParamSpec", "Piece",
+    "Shard", "ShardLayout", "TrainLayout", "count_layers", "cut_atoms", "itemsize", "matrix_shape", "split_box",
+    "stage_layers",
 ]  # fmt: skip

@@ -4,11 +4,11 @@ A layout answers one question, :meth:`ShardLayout.shards`; planner, executor and
 layout of flat ZeRO partitions needs only another answer to it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl3d.layout.parallel import GenMesh, LayoutError, Mesh, stage_layers
-from rl3d.layout.regions import Box, Holding, matrix_shape
+from rl3d.layout.regions import Box, Holding, cut_atoms, matrix_shape
 from rl3d.layout.spec import ParamSpec
 
 _ITEMSIZE = {
@@ -44,6 +44,23 @@ class Shard:
     pads: tuple[Holding, ...] = ()
 
 
+@dataclass(frozen=True)
+class Atom:
+    """The largest box of a parameter that has one set of holders.
+
+    ``holders`` ascend; ``place`` maps each to the holding of its local tensor that contains the box.
+    """
+
+    box: Box
+    holders: tuple[int, ...]
+    place: Mapping[int, Holding]
+
+    def at(self, rank: int) -> Holding:
+        """Where this atom lies in ``rank``'s local tensor."""
+        held = self.place[rank]
+        return Holding(self.box, held.locate(self.box), held.pitch)
+
+
 class ShardLayout:
     """A whole model over ranks: tensor parallel inside a stage, layers over stages, replicas for the rest.
 
@@ -61,6 +78,7 @@ class ShardLayout:
         for rank, place in self.places.items():
             self._members.setdefault(place, []).append(rank)
         self._shards: dict[tuple, tuple[Shard, ...]] = {}
+        self._atoms: dict[int, tuple[Atom, ...]] = {}
 
     @classmethod
     def training(cls, mesh: Mesh, num_layers: int, *, zero: int = 1) -> "ShardLayout":
@@ -120,6 +138,13 @@ class ShardLayout:
             self._shards[key] = tuple(self._make_shards(spec, stages))
         return self._shards[key]
 
+    def atoms(self, spec: ParamSpec) -> tuple[Atom, ...]:
+        """The real values of a parameter, cut so that every rank holds an atom entirely or not at all."""
+        shards = self.shards(spec)
+        if id(shards) not in self._atoms:
+            self._atoms[id(shards)] = tuple(_make_atoms(shards))
+        return self._atoms[id(shards)]
+
     def _make_shards(self, spec: ParamSpec, stages: tuple[int, ...]) -> Iterable[Shard]:
         slots = range(self.tp) if spec.dim is not None else (None,)
         for slot in slots:
@@ -136,6 +161,15 @@ class ShardLayout:
             if self.holds(spec, rank):
                 found[spec.name] = next(shard.holdings for shard in self.shards(spec) if rank in shard.ranks)
         return found
+
+
+def _make_atoms(shards: Sequence[Shard]) -> Iterator[Atom]:
+    for index, shard in enumerate(shards):
+        for holding in shard.holdings:
+            for box, owners in cut_atoms(holding.box, [s.holdings for s in shards]):
+                if owners[0][0] == index:  # an atom in several shards is listed once, with the first of them
+                    place = {rank: held for i, held in reversed(owners) for rank in shards[i].ranks}
+                    yield Atom(box, tuple(sorted(place)), place)
 
 
 def _tp_holdings(spec: ParamSpec, tp: int, index: int) -> tuple[tuple[Holding, ...], tuple[Holding, ...]]:

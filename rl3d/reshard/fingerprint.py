@@ -8,17 +8,17 @@ integers wrap alike on CPU and GPU. A changed element always changes it; exchang
 transposition change it except with a probability around 2**-60.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from hashlib import sha256
 
 import torch
 import torch.distributed as dist
 
-from rl3d.layout import Box, Holding, ParamSpec, Shard, ShardLayout, cut_atoms, matrix_shape
+from rl3d.layout import Box, Holding, ParamSpec, ShardLayout, matrix_shape
 
 CHUNK_BYTES = 64 << 20
+_KEEP = 1 << 20
 _MODULUS = 1 << 64
 _ROW_SEED, _COLUMN_SEED = 0x6A09E667F3BCC909, 0xBB67AE8584CAA73B
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,7 +37,7 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _weights(seed: int, start: int, count: int, device: torch.device) -> torch.Tensor:
+def _odd_numbers(seed: int, start: int, count: int, device: torch.device) -> torch.Tensor:
     """Odd 64-bit numbers for positions ``start`` ... ``start + count - 1``."""
     x = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device)
     x = x * _signed(0x9E3779B97F4A7C15) + _signed(seed)
@@ -46,14 +46,32 @@ def _weights(seed: int, start: int, count: int, device: torch.device) -> torch.T
     return (x ^ _shift_right(x, 31)) | 1
 
 
+class _Weights:
+    """The streams ``a`` and ``b`` on one device; beginnings are kept, since all parameters use the same ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def get(self, seed: int, start: int, count: int) -> torch.Tensor:
+        end = start + count
+        if end > _KEEP:
+            return _odd_numbers(seed, start, count, self.device)
+        kept = self._kept.get(seed)
+        if kept is None or len(kept) < end:
+            kept = self._kept[seed] = _odd_numbers(seed, 0, max(4096, 1 << (end - 1).bit_length()), self.device)
+        return kept[start:end]
+
+
 @torch.no_grad()
 def fingerprint_boxes(
-    tensor: torch.Tensor, holdings: Iterable[Holding], chunk_bytes: int = CHUNK_BYTES
+    tensor: torch.Tensor, holdings: Iterable[Holding], chunk_bytes: int = CHUNK_BYTES, weights: _Weights | None = None
 ) -> torch.Tensor:
     """Sum over the given boxes of a contiguous local tensor: an int64 scalar on its device.
 
-    Temporary memory stays below ``chunk_bytes`` beside two vectors as long as a box is wide and high.
+    Temporary memory stays below ``chunk_bytes`` and a few MB for the weights.
     """
+    weights = weights or _Weights(tensor.device)
     flat = tensor.detach().contiguous().view(-1).view(_INTEGER[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     limit = max(1, chunk_bytes // 16)
@@ -62,12 +80,12 @@ def fingerprint_boxes(
         height = max(1, limit // width)
         for left in range(0, box.cols, width):
             cols = min(width, box.cols - left)
-            b = _weights(_COLUMN_SEED, box.col + left, cols, tensor.device)
+            b = weights.get(_COLUMN_SEED, box.col + left, cols)
             for top in range(0, box.rows, height):
                 rows = min(height, box.rows - top)
                 start = flat.storage_offset() + offset + top * pitch + left
-                bits = flat.as_strided((rows, cols), (pitch, 1), start).to(torch.int64)
-                a = _weights(_ROW_SEED, box.row + top, rows, tensor.device)
+                bits = flat.as_strided((rows, cols), (pitch, 1), start).to(torch.int64, copy=True)
+                a = weights.get(_ROW_SEED, box.row + top, rows)
                 total += (bits.mul_(b).sum(1) * a).sum()
     return total
 
@@ -80,45 +98,6 @@ def fingerprint_tensor(tensor: torch.Tensor, valid_rows: int | None = None, chun
     rows, cols = matrix_shape(tensor.shape)
     rows = rows if valid_rows is None else min(rows, valid_rows)
     return int(fingerprint_boxes(tensor, [Holding(Box(0, 0, rows, cols), 0, cols)], chunk_bytes)) % _MODULUS
-
-
-@dataclass(frozen=True)
-class _Atom:
-    box: Box
-    holders: tuple[int, ...]
-    place: dict[int, Holding]
-
-    @property
-    def owner(self) -> int:
-        return self.holders[0]
-
-    def at(self, rank: int) -> Holding:
-        """Where this atom lies in ``rank``'s local tensor."""
-        held = self.place[rank]
-        return Holding(self.box, held.locate(self.box), held.pitch)
-
-
-class _Atoms:
-    """Atoms of every parameter: the largest boxes that have one set of holders each. Equal parameters share them."""
-
-    def __init__(self, layout: ShardLayout) -> None:
-        self.layout = layout
-        self._memo: dict[int, tuple[_Atom, ...]] = {}
-
-    def of(self, spec: ParamSpec) -> tuple[_Atom, ...]:
-        shards = self.layout.shards(spec)
-        if id(shards) not in self._memo:
-            self._memo[id(shards)] = tuple(_make_atoms(shards))
-        return self._memo[id(shards)]
-
-
-def _make_atoms(shards: Sequence[Shard]) -> Iterator[_Atom]:
-    for index, shard in enumerate(shards):
-        for holding in shard.holdings:
-            for box, owners in cut_atoms(holding.box, [s.holdings for s in shards]):
-                if owners[0][0] == index:  # an atom in several shards is listed once, with the first of them
-                    place = {rank: held for i, held in reversed(owners) for rank in shards[i].ranks}
-                    yield _Atom(box, tuple(sorted(place)), place)
 
 
 def local_fingerprints(
@@ -179,12 +158,12 @@ def _lookup(tensors: Tensors, name: str, rank: int) -> torch.Tensor:
 def _local(
     specs: Sequence[ParamSpec], layout: ShardLayout, rank: int, tensors: Tensors, chunk_bytes: int
 ) -> torch.Tensor:
-    atoms = _Atoms(layout)
     values = torch.zeros(len(specs), dtype=torch.int64, device=_device(tensors))
+    weights = _Weights(values.device)
     for index, spec in enumerate(specs):
-        mine = [atom.at(rank) for atom in atoms.of(spec) if atom.owner == rank]
+        mine = [atom.at(rank) for atom in layout.atoms(spec) if atom.holders[0] == rank]
         if mine:
-            values[index] = fingerprint_boxes(_lookup(tensors, spec.name, rank), mine, chunk_bytes)
+            values[index] = fingerprint_boxes(_lookup(tensors, spec.name, rank), mine, chunk_bytes, weights)
     return values
 
 
@@ -197,13 +176,13 @@ def replica_differences(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> list[str]:
     """Atoms whose copies are not bit-equal on all holders, in words; empty when all are. Collective over ``group``."""
-    atoms = _Atoms(layout)
-    every = [(spec.name, atom) for spec in specs for atom in atoms.of(spec)]
+    every = [(spec.name, atom) for spec in specs for atom in layout.atoms(spec)]
     lowest = torch.full((len(every),), torch.iinfo(torch.int64).max, dtype=torch.int64, device=_device(tensors))
     highest = torch.full_like(lowest, torch.iinfo(torch.int64).min)
+    weights = _Weights(lowest.device)
     for index, (name, atom) in enumerate(every):
         if rank in atom.place:
-            value = fingerprint_boxes(_lookup(tensors, name, rank), [atom.at(rank)], chunk_bytes)
+            value = fingerprint_boxes(_lookup(tensors, name, rank), [atom.at(rank)], chunk_bytes, weights)
             lowest[index] = highest[index] = value
     if group is not None or (dist.is_available() and dist.is_initialized()):
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)

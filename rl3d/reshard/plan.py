@@ -109,7 +109,8 @@ class Certificate:
     @classmethod
     def from_fields(cls, values: dict[str, Any]) -> "Certificate":
         """From ``asdict`` that went through JSON, which turns tuples into lists."""
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**fixed)
 
     @property
     def ratio(self) -> float:

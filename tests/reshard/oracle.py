@@ -1,0 +1,85 @@
+"""Brute force: whole arrays, cut with numpy. Shares no code with rl3d beyond ParamSpec's fields."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from rl3d.layout import ParamSpec
+
+PAD = 77
+BITS = {"float32": np.int32, "bfloat16": np.int16, "float64": np.int64}
+
+
+def whole(specs: Iterable[ParamSpec]) -> dict[str, np.ndarray]:
+    """Whole parameters as bit patterns: every element different (modulo its width), padding rows set to PAD."""
+    out, start = {}, 1
+    for spec in specs:
+        size = int(np.prod(spec.shape))
+        array = (np.arange(start, start + size) * 31).astype(BITS[spec.dtype]).reshape(spec.shape)
+        if spec.valid_rows is not None:
+            array[spec.valid_rows :] = PAD
+        out[spec.name] = array
+        start += size
+    return out
+
+
+def cut(spec: ParamSpec, array: np.ndarray, tp: int, index: int) -> np.ndarray:
+    """Shard ``index`` of ``tp``: every block cut in tp parts, the parts of one index joined."""
+    if spec.dim is None:
+        return array
+    blocks = np.split(array, np.cumsum(spec.blocks)[:-1], axis=spec.dim)
+    return np.ascontiguousarray(np.concatenate([np.split(b, tp, axis=spec.dim)[index] for b in blocks], axis=spec.dim))
+
+
+def train_place(sizes: dict[str, int], order: tuple[str, ...], rank: int) -> dict[str, int]:
+    """Coordinates of a rank: the first axis of ``order`` varies fastest."""
+    place = {}
+    for axis in order:
+        rank, place[axis] = divmod(rank, sizes[axis])
+    return place
+
+
+def on_stage(spec: ParamSpec, stage: int, pp: int, num_layers: int) -> bool:
+    if spec.layer is not None:
+        return spec.layer * pp // num_layers == stage
+    return (stage == 0 and spec.place.startswith("pre")) or (stage == pp - 1 and spec.place.endswith("post"))
+
+
+def shards(
+    specs: list[ParamSpec], arrays: dict[str, np.ndarray], places: dict[int, tuple[int, int]], tp: int, pp: int
+) -> dict[int, dict[str, np.ndarray]]:
+    """rank -> name -> local array, for rank -> (stage, tp index)."""
+    num_layers = max(spec.layer for spec in specs if spec.layer is not None) + 1
+    cuts = {(s.name, i): cut(s, arrays[s.name], tp, i) for s in specs for i in range(tp)}
+    return {
+        rank: {s.name: cuts[s.name, i] for s in specs if on_stage(s, stage, pp, num_layers)}
+        for rank, (stage, i) in places.items()
+    }
+
+
+def to_torch(specs: list[ParamSpec], local: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    dtypes = {s.name: getattr(torch, s.dtype) for s in specs}
+    return {name: torch.from_numpy(a.copy()).view(dtypes[name]) for name, a in local.items()}
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.view(integer).numpy()
+
+
+def missing_bytes(spec: ParamSpec, before: np.ndarray | None, after: np.ndarray) -> int:
+    """Bytes of real values in a local array of element numbers ``after`` that ``before`` does not have."""
+    wanted = after[after >= 0]
+    have = np.zeros(0, np.int64) if before is None else before.reshape(-1)
+    return int(np.setdiff1d(wanted, have).size) * np.dtype(BITS[spec.dtype]).itemsize
+
+
+def numbered(specs: Iterable[ParamSpec]) -> dict[str, np.ndarray]:
+    """Whole parameters as element numbers; -1 in padding."""
+    out = {}
+    for spec in specs:
+        out[spec.name] = np.arange(int(np.prod(spec.shape))).reshape(spec.shape)
+        if spec.valid_rows is not None:
+            out[spec.name][spec.valid_rows :] = -1
+    return out
