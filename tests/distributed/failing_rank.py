@@ -1,0 +1,36 @@
+"""A guarded rank for `python -m`, torchrun, deepspeed and srun. Usage: failing_rank MODE; the culprit is rank 1."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from rl3d.distributed import bootstrap, failures, platform
+
+
+def main(mode: str) -> None:
+    platform.prepare()
+    runtime = bootstrap.init(timeout_s=60, device="cpu")
+    with failures.guard(runtime):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print(
+            f"rank {runtime.rank}/{runtime.world_size} local {runtime.local_rank} nodes {runtime.nodes} ok", flush=True
+        )
+        if mode == "raise" and runtime.rank == 1:
+            raise ValueError("deliberate")
+        if mode == "rank0" and runtime.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mode == "ok":
+            time.sleep(0.3 * runtime.rank)  # ranks end one after another
+            return
+        if runtime.rank == runtime.world_size - 1:
+            time.sleep(60)  # not in a collective: only the watcher can end it
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
