@@ -26,7 +26,7 @@ class MegatronBody:
         self.model, self.context = model, context
 
     def forward(self, ids_T: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
-        def last_logits(*, hidden_states: torch.Tensor, output_layer: Any, output_weight: Any, **_: Any) -> torch.Tensor:
+        def last_logits(*, hidden_states: torch.Tensor, output_layer: Any, output_weight: Any, **_: Any) -> Any:
             hidden = hidden_states if rows_N is None else hidden_states.index_select(0, rows_N)
             logits, _bias = output_layer(hidden, weight=output_weight, runtime_gather_output=False)
             return self.model._scale_logits(logits)[:, 0]

@@ -125,7 +125,8 @@ class MegatronGenerator:
                     on_finish(sequence.result)
 
         finish([s for s in sequences if s.params.max_new_tokens == 0])
-        scheduler = Scheduler([s for s in sequences if s.params.max_new_tokens > 0], self.cache, self.max_prefill_tokens)
+        live = [s for s in sequences if s.params.max_new_tokens > 0]
+        scheduler = Scheduler(live, self.cache, self.max_prefill_tokens)
         self.cache.allocate()
         state: _DecodeState | None = None
         try:

@@ -65,7 +65,7 @@ def log_exponentials(keys_B: torch.Tensor, positions_B: torch.Tensor, vocabulary
     """Logarithm of standard exponential variables, fp32 [B, V]; minus this is standard Gumbel noise.
 
     ``keys_B`` are :func:`sequence_key`, ``positions_B`` the index in the sequence of the token being drawn (both int64
-    [B]), ``vocabulary_V`` is :func:`vocabulary_keys`. The result lies in [log 2**-63, +inf]; +inf means "never drawn".
+    [B]), ``vocabulary_V`` is :func:`vocabulary_keys`. The result lies in [-43.7, 2.82].
     """
     rows_B = mix(keys_B + positions_B * _signed(_POSITION))
     # Both sides are fully mixed already, so one more non-linear round joins them. Only the high bits are used.
@@ -74,6 +74,7 @@ def log_exponentials(keys_B: torch.Tensor, positions_B: torch.Tensor, vocabulary
     x ^= (x >> 32) & 0xFFFFFFFF
     x *= _signed(_MUL2)
     x &= (1 << 63) - 1
-    uniform = x.to(torch.float32).mul_(2.0**-63)
+    # The upper limit matters: a u that rounds to 1 would make E infinite and let the most hopeless entry win.
+    uniform = x.to(torch.float32).mul_(2.0**-63).clamp_(2.0**-63, 1 - 2.0**-24)
     # E = -log(1 - u) keeps full relative precision at small E, where the winners are; -log(u) would not.
-    return uniform.neg_().log1p_().neg_().clamp_min_(2.0**-63).log_()
+    return uniform.neg_().log1p_().neg_().log_()

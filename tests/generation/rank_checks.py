@@ -5,14 +5,15 @@ from typing import Any
 import torch.distributed as dist
 
 from rl3d.distributed.groups import GroupRegistry, generation_groups
-from rl3d.generation.engine import GenerationError, Request, SamplingParams
+from rl3d.generation.engine import GenerationError, Request, Result, SamplingParams
 from rl3d.layout import GenMesh
 from tests.generation.models import Job, build_engine
 
 
 def main(runtime: Any, jobs: list[dict[str, Any]]) -> dict[str, Any]:
     registry = GroupRegistry(runtime.timeout_s)
-    groups = {tp: generation_groups(GenMesh(tp, tuple(range(runtime.world_size))), registry) for tp in (1, 2, 4)}
+    ranks = tuple(range(runtime.world_size))
+    groups = {tp: generation_groups(GenMesh(tp, ranks).groups(), registry) for tp in (1, 2, 4)}
     answers = [_carry_out(Job.from_json(data), groups) for data in jobs]
     return {"jobs": answers, "disagreement": _disagreement(jobs[0]["model"], groups[4])}
 
@@ -23,9 +24,9 @@ def _carry_out(job: Job, groups: dict[int, Any]) -> list[dict[str, Any]]:
     share = list(range(len(job.requests)))
     if job.split:
         share = share[mine.dp_rank :: mine.dp_size]
-    streamed: list[tuple[int, int]] = []
-    results = engine.generate([job.requests[i] for i in share], lambda r: streamed.append((r.request_index, len(r.token_ids))))
-    assert sorted(streamed) == sorted((r.request_index, len(r.token_ids)) for r in results)
+    streamed: list[Result] = []
+    results = engine.generate([job.requests[i] for i in share], streamed.append)
+    assert sorted(map(id, streamed)) == sorted(map(id, results)), "on_finish saw other results than were returned"
     plain = [{**vars(r), "request_index": share[r.request_index]} for r in results]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine.dp_rank, plain))
@@ -34,7 +35,8 @@ def _carry_out(job: Job, groups: dict[int, Any]) -> list[dict[str, Any]]:
         assert by_replica.setdefault(replica, answer) == answer, "the ranks of a replica disagree"
     if not job.split:
         return by_replica[0]
-    return sorted((r for answer in by_replica.values() for r in answer), key=lambda r: (r["request_index"], r["sample_index"]))
+    merged = [r for answer in by_replica.values() for r in answer]
+    return sorted(merged, key=lambda r: (r["request_index"], r["sample_index"]))
 
 
 def _disagreement(model: str, groups: Any) -> str:

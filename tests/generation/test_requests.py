@@ -1,0 +1,193 @@
+"""What one engine does with a request: stops, limits, errors, memory and versions (one process, TP = 1)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl3d.generation.engine import GenerationError, Progress, Request, Result, SamplingParams
+from tests.generation.models import MAX_LENGTH, VOCAB, build_engine, save_llama
+
+GREEDY = SamplingParams(20, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama") / "tied", tied=True)
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Any]:
+    from rl3d.distributed import bootstrap
+    from rl3d.distributed.groups import GroupRegistry, generation_groups
+
+    torch.set_num_threads(1)
+    runtime = bootstrap.init(timeout_s=60, device="cpu")
+    yield generation_groups([(0,)], GroupRegistry(60))
+    runtime.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, groups: Any) -> Any:
+    return build_engine(str(model), groups)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(model).eval()
+
+
+PROMPT = [5, 17, 101, 42, 2, 9]  # the end-of-sequence token inside a prompt stops nothing
+
+
+def hf(reference: Any, prompt: list[int], count: int, stops: list[int] | None = None) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = reference.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=stops,
+        pad_token_id=2,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def test_several_stop_tokens_end_a_sequence_as_in_transformers(engine: Any, reference: Any) -> None:
+    free = hf(reference, PROMPT, 20)
+    first = {token: i for i, token in reversed(list(enumerate(free)))}
+    late, later = sorted((t for t in first if first[t] >= 4), key=first.__getitem__)[:2]
+    requests = [
+        Request(PROMPT, SamplingParams(20, temperature=0.0, stop_token_ids=stops))
+        for stops in ((later, late), (later,), (free[0],), ())
+    ]
+    results = engine.generate(requests)
+    for request, result in zip(requests, results):
+        stops = list(request.params.stop_token_ids)
+        assert result.token_ids == hf(reference, PROMPT, 20, stops or None)
+        assert result.finish_reason == ("stop" if stops else "length")
+        assert len(result.logprobs) == len(result.token_ids)
+    assert [len(r.token_ids) for r in results[:3]] == [first[late] + 1, first[later] + 1, 1]
+
+
+def test_zero_and_one_new_token(engine: Any, reference: Any) -> None:
+    seen: list[Result] = []
+    requests = [Request(PROMPT, SamplingParams(n, temperature=0.0)) for n in (0, 1, 3)]
+    results = engine.generate(requests, seen.append)
+    assert [r.token_ids for r in results] == [hf(reference, PROMPT, 3)[:n] for n in (0, 1, 3)]
+    assert results[0].logprobs == [] and results[0].finish_reason == "length"
+    assert [r.request_index for r in seen] == [0, 1, 2]
+    assert engine.generate([]) == []
+
+
+def test_results_stream_while_others_still_run(engine: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    progress: list[Progress] = []
+    requests = [Request([3 + i], SamplingParams(2 + 9 * (i % 2), temperature=0.0)) for i in range(7)]
+    engine.generate(requests, lambda r: seen.append((r.request_index, len(progress))), progress.append)
+    assert sorted(i for i, _ in seen) == list(range(7))
+    assert dict(seen)[0] < dict(seen)[1]
+    assert progress[-1] == Progress(waiting=0, running=0, finished=7, tokens=4 * 2 + 3 * 11)
+    assert max(p.running for p in progress) <= 4 and progress[0].waiting == 3
+
+
+def test_a_whole_window_is_usable_and_one_more_is_refused(engine: Any, reference: Any) -> None:
+    prompt = [7] * (MAX_LENGTH - 5)
+    assert engine.generate([Request(prompt, SamplingParams(5, temperature=0.0))])[0].token_ids == hf(
+        reference, prompt, 5
+    )
+    with pytest.raises(GenerationError, match=rf"request 1 .*{MAX_LENGTH - 5} tokens.*max_new_tokens 6.*{MAX_LENGTH}"):
+        engine.generate([Request([3], GREEDY), Request(prompt, SamplingParams(6))])
+
+
+def test_a_request_larger_than_the_pool_is_refused(model: Path, groups: Any) -> None:
+    small = build_engine(str(model), groups, page_size=8, pages=4)
+    with pytest.raises(GenerationError, match="needs 5 pages of 8 tokens, the pool has 4"):
+        small.generate([Request([3] * 20, SamplingParams(13))])
+    assert len(small.generate([Request([3] * 20, SamplingParams(12))] * 5)) == 5
+
+
+@pytest.mark.parametrize(
+    "request_,message",
+    [
+        (Request([], GREEDY), "request 0 .*prompt is empty"),
+        (Request([3, VOCAB], GREEDY), f"token {VOCAB} is outside the vocabulary of {VOCAB}"),
+        (Request([-1], GREEDY), "token -1 is outside"),
+    ],
+)
+def test_impossible_prompts_name_themselves(engine: Any, request_: Request, message: str) -> None:
+    with pytest.raises(GenerationError, match=message):
+        engine.generate([request_])
+
+
+@pytest.mark.parametrize("field,value", [
+    ("max_new_tokens", -1), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5),
+    ("top_k", -1), ("n", 0), ("seed", 1 << 63),
+])  # fmt: skip
+def test_impossible_parameters_name_themselves(field: str, value: Any) -> None:
+    with pytest.raises(GenerationError, match=f"{field} = {value}"):
+        SamplingParams(**{"max_new_tokens": 4, field: value})
+
+
+def test_noise_follows_seed_step_prompt_and_sample(engine: Any) -> None:
+    def tokens(seed: int, key: tuple[int, int, int], n: int = 1) -> list[tuple[int, ...]]:
+        results = engine.generate([Request(PROMPT, SamplingParams(16, n=n, seed=seed), key)])
+        return [tuple(r.token_ids) for r in results]
+
+    base = tokens(0, (0, 0, 0))
+    assert tokens(0, (0, 0, 0)) == base
+    others = [tokens(1, (0, 0, 0)), tokens(0, (1, 0, 0)), tokens(0, (0, 1, 0)), tokens(0, (0, 0, 1))]
+    assert len({t for run in [base, *others] for t in run}) == 5
+    assert tokens(0, (0, 0, 0), n=3) == [*base, *tokens(0, (0, 0, 1)), *tokens(0, (0, 0, 2))]
+
+
+def test_a_continued_sequence_draws_what_it_would_have_drawn(engine: Any) -> None:
+    whole = engine.generate([Request(PROMPT, SamplingParams(16))])[0].token_ids
+    rest = engine.generate([Request(PROMPT + whole[:6], SamplingParams(10))])[0].token_ids
+    assert whole[6:] == rest
+
+
+def test_the_cache_can_be_released_and_comes_back(engine: Any) -> None:
+    before = engine.generate([Request(PROMPT, GREEDY)])[0].token_ids
+    size = engine.cache_bytes
+    assert size == 3 * 2 * (4 + 1) * MAX_LENGTH * 4 * 8 * 4  # layers, k and v, slots and scratch, length, heads, dim, fp32
+    assert engine.release_cache() == size and engine.cache_bytes == 0 and engine.release_cache() == 0
+    assert engine.allocate_cache() == size and engine.allocate_cache() == 0
+    engine.release_cache()
+    assert engine.generate([Request(PROMPT, GREEDY)])[0].token_ids == before
+
+
+def test_pages_are_returned_even_when_a_callback_fails(model: Path, groups: Any) -> None:
+    engine = build_engine(str(model), groups, page_size=8)
+    free = len(engine.cache.free)
+
+    def fail(_: Result) -> None:
+        raise KeyError("reward")
+
+    with pytest.raises(KeyError):
+        engine.generate([Request([3 + i], SamplingParams(2 + i)) for i in range(6)], fail)
+    assert len(engine.cache.free) == free
+
+
+def test_stale_or_missing_weights_are_refused_and_new_ones_are_seen(model: Path, groups: Any) -> None:
+    engine = build_engine(str(model), groups)
+    old = engine.generate([Request(PROMPT, GREEDY)])[0].token_ids
+    engine.expected_version = 1
+    with pytest.raises(RuntimeError, match="version 0, expected 1"):
+        engine.generate([Request(PROMPT, GREEDY)])
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
+    engine.weights_version = 1
+    assert engine.generate([Request(PROMPT, GREEDY)])[0].token_ids != old
+    engine.weights_version = None
+    with pytest.raises(RuntimeError, match="never loaded"):
+        engine.generate([Request(PROMPT, GREEDY)])
+
+
+def test_logits_that_are_not_numbers_are_an_error(model: Path, groups: Any) -> None:
+    engine = build_engine(str(model), groups)
+    with torch.no_grad():
+        engine.model.decoder.final_layernorm.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="request 0"):
+        engine.generate([Request(PROMPT, SamplingParams(3))])
