@@ -107,7 +107,9 @@ def local_fingerprints(
 
     Raises KeyError naming the rank and the parameter when a tensor is missing.
     """
-    return dict(zip([s.name for s in specs], _local(specs, layout, rank, tensors, chunk_bytes).tolist(), strict=True))
+    device = next((t.device for t in tensors.values()), torch.device("cpu"))
+    values = _local(specs, layout, rank, tensors, chunk_bytes, device)
+    return dict(zip([s.name for s in specs], values.tolist(), strict=True))
 
 
 def combine(shares: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -139,14 +141,23 @@ def fingerprint_shards(
     Returns:
         Name -> integer in 0 ... 2**64 - 1, the same on every rank of the group and in every layout.
     """
-    values = _local(specs, layout, rank, tensors, chunk_bytes)
-    if group is not None or (dist.is_available() and dist.is_initialized()):
+    values = _local(specs, layout, rank, tensors, chunk_bytes, _device(tensors, group))
+    if _distributed(group):
         dist.all_reduce(values, group=group)
     return {spec.name: value % _MODULUS for spec, value in zip(specs, values.tolist(), strict=True)}
 
 
-def _device(tensors: Tensors) -> torch.device:
-    return next((t.device for t in tensors.values()), torch.device("cpu"))
+def _device(tensors: Tensors, group: "dist.ProcessGroup | None") -> torch.device:
+    """Where the results go: beside the tensors; a rank without any still has to suit the group's backend."""
+    for tensor in tensors.values():
+        return tensor.device
+    if _distributed(group) and "nccl" in str(dist.get_backend(group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _distributed(group: "dist.ProcessGroup | None") -> bool:
+    return group is not None or (dist.is_available() and dist.is_initialized())
 
 
 def _lookup(tensors: Tensors, name: str, rank: int) -> torch.Tensor:
@@ -156,10 +167,10 @@ def _lookup(tensors: Tensors, name: str, rank: int) -> torch.Tensor:
 
 
 def _local(
-    specs: Sequence[ParamSpec], layout: ShardLayout, rank: int, tensors: Tensors, chunk_bytes: int
+    specs: Sequence[ParamSpec], layout: ShardLayout, rank: int, tensors: Tensors, chunk_bytes: int, device: torch.device
 ) -> torch.Tensor:
-    values = torch.zeros(len(specs), dtype=torch.int64, device=_device(tensors))
-    weights = _Weights(values.device)
+    values = torch.zeros(len(specs), dtype=torch.int64, device=device)
+    weights = _Weights(device)
     for index, spec in enumerate(specs):
         mine = [atom.at(rank) for atom in layout.atoms(spec) if atom.holders[0] == rank]
         if mine:
@@ -177,14 +188,15 @@ def replica_differences(
 ) -> list[str]:
     """Atoms whose copies are not bit-equal on all holders, in words; empty when all are. Collective over ``group``."""
     every = [(spec.name, atom) for spec in specs for atom in layout.atoms(spec)]
-    lowest = torch.full((len(every),), torch.iinfo(torch.int64).max, dtype=torch.int64, device=_device(tensors))
+    device = _device(tensors, group)
+    lowest = torch.full((len(every),), torch.iinfo(torch.int64).max, dtype=torch.int64, device=device)
     highest = torch.full_like(lowest, torch.iinfo(torch.int64).min)
-    weights = _Weights(lowest.device)
+    weights = _Weights(device)
     for index, (name, atom) in enumerate(every):
         if rank in atom.place:
             value = fingerprint_boxes(_lookup(tensors, name, rank), [atom.at(rank)], chunk_bytes, weights)
             lowest[index] = highest[index] = value
-    if group is not None or (dist.is_available() and dist.is_initialized()):
+    if _distributed(group):
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     unequal = torch.nonzero(lowest < highest).view(-1).tolist()

@@ -1,0 +1,173 @@
+"""Moves between real ranks; called by test_ranks.py."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl3d.layout import GenMesh, Mesh, ShardLayout
+from rl3d.reshard import (
+    Resharder,
+    ReshardError,
+    build_plan,
+    fingerprint_shards,
+    fingerprint_tensor,
+    replica_differences,
+    replicas_equal,
+)
+from tests.reshard import oracle
+from tests.reshard.models import llama
+
+STAGING = 1024
+TYPED = {"tied": (True, "bfloat16", "float32"), "untied": (False, "float32", None)}
+
+
+def main(runtime: Any) -> dict[str, Any]:
+    rank = dist.get_rank()
+    group = dist.new_group(list(range(4)), timeout=timedelta(seconds=60))
+    return {
+        "tp2.pp2->tp4 tied": _round_trip(rank, group, (2, 2, 1, ("pp", "tp", "dp")), GenMesh(4, (0, 1, 2, 3)), "tied"),
+        "tp2.pp1.dp2->tp1x4": _round_trip(rank, group, (2, 1, 2, ("tp", "pp", "dp")), GenMesh(1, (0, 1, 2, 3)), "untied"),
+        "tp2.pp2->tp1 on two ranks": _round_trip(rank, group, (2, 2, 1, ("dp", "pp", "tp")), GenMesh(1, (1, 2)), "tied"),
+        "errors": _errors(rank, group),
+        "replicas": _replicas(rank, group),
+        "subgroup": _subgroup(rank),
+    }  # fmt: skip
+
+
+def _round_trip(rank: int, group: Any, mesh: tuple, gen: GenMesh, kind: str) -> dict[str, Any]:
+    tp, pp, dp, order = mesh
+    tied, dtype, norm_dtype = TYPED[kind]
+    specs = llama(4, 16, 24, 19, 24, padded_vocab=24, tied=tied, dtype=dtype, norm_dtype=norm_dtype)
+    arrays = oracle.whole(specs)
+    sizes = {"tp": tp, "pp": pp, "dp": dp}
+    coords = {r: oracle.train_place(sizes, order, r) for r in range(4)}
+    train_places = {r: (c["pp"], c["tp"]) for r, c in coords.items()}
+    gen_places = {r: (0, i % gen.tp) for i, r in enumerate(gen.ranks)}
+    train = ShardLayout.training(Mesh(*mesh), 4)
+    generation = ShardLayout.generation(gen, 4)
+
+    weights = oracle.to_torch(specs, oracle.shards(specs, arrays, train_places, tp, pp)[rank])
+    wanted = oracle.to_torch(specs, oracle.shards(specs, arrays, gen_places, gen.tp, 1).get(rank, {}))
+    generated = {n: torch.full_like(t, 9) for n, t in wanted.items()}
+    there = build_plan(specs, train, generation, staging_bytes=STAGING, nodes=[0, 0, 1, 1])
+    back = build_plan(specs, generation, train, staging_bytes=STAGING, nodes=[0, 0, 1, 1])
+    before = {n: t.clone() for n, t in weights.items()}
+    prints = [fingerprint_shards(specs, train, rank, weights, group)]
+    addresses = {n: t.data_ptr() for n, t in (*generated.items(), *weights.items())}
+    forward = Resharder(there, rank, group, weights, generated, "cpu")
+    backward = Resharder(back, rank, group, generated, weights, "cpu")
+    reports, equal = [], []
+    valid = {s.name: s.valid_rows for s in specs}
+    for _ in range(2):
+        for tensor in generated.values():
+            tensor.fill_(9)
+        reports.append(forward.run())
+        prints.append(fingerprint_shards(specs, generation, rank, generated, group))
+        equal.append(all(_same(generated[n], t, gen, valid[n], gen_places.get(rank)) for n, t in wanted.items()))
+        for tensor in weights.values():
+            tensor.fill_(7)
+        reports.append(backward.run())
+        prints.append(fingerprint_shards(specs, train, rank, weights, group))
+        equal.append(all(_same(weights[n], t, train, valid[n], train_places[rank]) for n, t in before.items()))
+    whole = oracle.to_torch(specs, arrays)
+    prints.append({s.name: fingerprint_tensor(whole[s.name], s.valid_rows) for s in specs})
+    mine = dict(
+        equal=all(equal),
+        fingerprints_agree=all(p == prints[0] for p in prints) and len(set(prints[0].values())) == len(specs),
+        staging=max(r.staging_bytes for r in reports),
+        addresses_kept=addresses == {n: t.data_ptr() for n, t in (*generated.items(), *weights.items())},
+        received_as_planned=_planned(there, rank) == reports[0].bytes_received == reports[2].bytes_received,
+        messages=sum(r.messages for r in reports),
+        buckets=there.certificate.buckets,
+        replicas=replicas_equal(specs, train, rank, weights, group)
+        and replicas_equal(specs, generation, rank, generated, group),
+    )
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, mine, group=group)
+    return {key: [e[key] for e in everyone] for key in mine}
+
+
+def _planned(plan: Any, rank: int) -> int:
+    cert = plan.certificate
+    return dict(zip(cert.destination_ranks, cert.received, strict=True)).get(rank, 0)
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor, layout: Any, valid: int | None, place: Any) -> bool:
+    """Bit-equal; padding rows of the vocabulary (all shards have 24 / tp rows) are zero."""
+    if valid is not None:
+        rows = found.shape[0]
+        real = min(max(valid - place[1] * rows, 0), rows)
+        if found[real:].any():
+            return False
+        found, expected = found[:real], expected[:real]
+    return bool((oracle.to_numpy(found) == oracle.to_numpy(expected)).all())
+
+
+def _two(rank: int, staging: int = 1 << 20) -> tuple[list, Any, dict, dict]:
+    """Plan TP2.DP2 -> TP1 x 4 with tensors of ones."""
+    specs = llama(1, 8, 8, 8, 8, dtype="float32")
+    train, gen = ShardLayout.training(Mesh(2, 1, 2), 1), ShardLayout.generation(GenMesh(1, (0, 1, 2, 3)), 1)
+    plan = build_plan(specs, train, gen, staging_bytes=staging)
+    src = {s.name: torch.ones(s.local_shape(2)) for s in specs}
+    return specs, plan, src, {s.name: torch.zeros(s.shape) for s in specs}
+
+
+def _errors(rank: int, group: Any) -> dict[str, Any]:
+    """A mistake on one rank is an error on all of them, with nothing written."""
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+
+    def outcome(build: Any) -> list[str]:
+        try:
+            build()
+            message = "no error"
+        except ReshardError as error:
+            message = str(error)
+        everyone: list[Any] = [None] * 4
+        dist.all_gather_object(everyone, message, group=group)
+        return everyone
+
+    _, plan, src, dst = _two(rank)
+    wrong = {**src, name: torch.zeros(5, 4)} if rank == 2 else src
+    shape = outcome(lambda: Resharder(plan, rank, group, wrong, dst, "cpu"))
+    _, other, _, _ = _two(rank, 4096 if rank == 3 else 1 << 20)
+    plans = outcome(lambda: Resharder(other, rank, group, src, dst, "cpu"))
+    good = Resharder(plan, rank, group, src, dst, "cpu")
+    if rank == 1:
+        src[name].untyped_storage().resize_(0)
+    released = outcome(good.run)
+    untouched = not any(t.any() for t in dst.values())
+    if rank == 1:
+        src[name].untyped_storage().resize_(src[name].numel() * 4)
+        src[name].fill_(1)
+    good.run()
+    return dict(shape=shape, plans=plans, released=released, untouched=untouched,
+                recovered=all(bool((t == 1).all()) for t in dst.values()))  # fmt: skip
+
+
+def _replicas(rank: int, group: Any) -> dict[str, Any]:
+    """One flipped bit on one replica is found and named on every rank."""
+    specs, _, src, _ = _two(rank)
+    layout = ShardLayout.training(Mesh(2, 1, 2), 1)
+    clean = replica_differences(specs, layout, rank, src, group)
+    if rank == 2:
+        src["decoder.layers.0.self_attention.linear_qkv.weight"].view(torch.int32)[1, 2] ^= 1
+    return dict(clean=clean, differs=replica_differences(specs, layout, rank, src, group))
+
+
+def _subgroup(rank: int) -> bool:
+    """Ranks 1 and 3 move between themselves in a group of their own: global ranks are translated."""
+    group = dist.new_group([1, 3], timeout=timedelta(seconds=60))
+    good = True
+    if rank in (1, 3):
+        specs = llama(1, 8, 8, 8, 8, dtype="float32")
+        src, dst = ShardLayout.replicas(2, [[1, 3]], 1), ShardLayout.replicas(1, [[1], [3]], 1)
+        arrays = oracle.whole(specs)
+        mine = oracle.to_torch(specs, oracle.shards(specs, arrays, {1: (0, 0), 3: (0, 1)}, 2, 1)[rank])
+        found = {s.name: torch.zeros(s.shape) for s in specs}
+        Resharder(build_plan(specs, src, dst), rank, group, mine, found, "cpu").run()
+        good = all(bool((oracle.to_numpy(found[s.name]) == arrays[s.name]).all()) for s in specs)
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, good)
+    return all(everyone)
