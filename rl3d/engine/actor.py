@@ -1,5 +1,6 @@
 """``Actor``: a language model that trains in one layout and generates in another, in one program."""
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from rl3d.engine.source import ModelSource, open_model
 from rl3d.generation.engine import OnFinish, OnStep, Request, Result, SamplingParams
 from rl3d.io.export_hf import export_hf
 from rl3d.layout import GenLayout, TrainLayout
+
+
+_actors = itertools.count()  # every rank makes its actors in the same order, so the numbers agree
 
 
 @dataclass
@@ -119,7 +123,7 @@ class Actor:
             self.runtime.new_store(), self.runtime.rank, self.runtime.world_size, self._lock,
             {"switch_to_generation": self.hybrid.switch_to_generation,
              "switch_to_training": self.hybrid.switch_to_training},
-            self.runtime.timeout_s, name="actor",
+            self.runtime.timeout_s, name=f"actor{next(_actors)}",
         )  # fmt: skip
         self.runtime.before_leaving.append(self._channel.close)
 
@@ -328,8 +332,8 @@ class Actor:
         self._channel.call("save_hf", run)
 
     def close(self) -> None:
-        """Leave the job: waits for the other ranks. The actor cannot be used afterwards."""
-        self.runtime.shutdown()
+        """Stop listening for calls of other ranks; the actor cannot switch afterwards. The job goes on."""
+        self._channel.close()
 
 
 def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

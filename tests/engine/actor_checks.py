@@ -1,0 +1,110 @@
+"""Checks of the actor on four ranks; facts go back to test_actor.py, which asserts on them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl3d import Actor, PPOConfig
+from rl3d.engine.hybrid import ModeError
+from rl3d.io import import_hf
+from rl3d.models import Architecture, parameter_specs
+from rl3d.reshard.fingerprint import compare, fingerprint_tensor
+
+NEW_TOKENS = 10
+
+
+def prompts() -> torch.Tensor:
+    """Six ragged prompts, left-padded with 0, the same everywhere."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.zeros(6, 12, dtype=torch.int64)
+    for row, length in zip(rows, (3, 9, 5, 12, 7, 1), strict=True):
+        row[12 - length :] = torch.randint(3, 253, (length,), generator=generator)
+    return rows
+
+
+def main(runtime: Any, directory: str) -> dict[str, Any]:
+    root = Path(directory)
+    facts: dict[str, Any] = {"generations": []}
+    for tied in (False, True):
+        for gen in ("tp1", "tp2", "tp4"):
+            facts["generations"].append(_generation(root, tied, gen))
+    facts["life"] = [_life(root, tied, copy) for tied, copy in ((True, "keep"), (False, "drop"))]
+    facts["file"] = _same_as_file(root / "tied")
+    return facts
+
+
+def _generation(root: Path, tied: bool, gen: str) -> dict[str, Any]:
+    """Greedy and sampled responses in one generation layout, with the training engine's log-probabilities."""
+    actor = Actor(root / ("tied" if tied else "untied"), train="tp2.pp2.zero1", gen=gen, seed=11)
+    ids = prompts()
+    actor.switch_to_generation()
+    greedy = actor.generate(ids, max_new_tokens=NEW_TOKENS, temperature=0.0, stop_token_ids=[])
+    actor.switch_to_training()
+    sampled = actor.rollout(ids, max_new_tokens=NEW_TOKENS, temperature=0.8, stop_token_ids=[])
+    # zero learning rate: what the training engine thinks of the same tokens, and nothing else
+    metrics = actor.learn(
+        actor._train_samples(actor._remembered[-1].prompts, [r.tolist() for r in sampled.sequences[:, 12:]],
+                             torch.arange(6.0), sampled.logprobs),
+        [range(6)], 0.8, lambda: 0.0,
+    )  # fmt: skip
+    return {
+        "tied": tied, "gen": gen, "greedy": greedy.tolist(), "sampled": sampled.sequences.tolist(),
+        "logprobs": sampled.logprobs.tolist(), "against_training": metrics["training/rollout_logprobs_diff_max"],
+        "log_ratio": metrics["actor/log_ratio_max_first"], "order": list(actor.parts.mesh_order),
+    }  # fmt: skip
+
+
+def _life(root: Path, tied: bool, copy: str) -> dict[str, Any]:
+    """Round trips, an update, a switch on rank 0 alone, an export, and calls in the wrong mode."""
+    config = PPOConfig(batch_size=8, mini_batch_size=4, lr=1e-3, kl_coef=0.1)
+    actor = Actor(root / ("tied" if tied else "untied"), train="tp2.pp2.zero1", gen="tp4", training_copy=copy,
+                  algorithm=config, reference=True)  # fmt: skip
+    before = actor.hybrid.training_fingerprints()
+    trips = []
+    for _ in range(3):
+        actor.switch_to_generation()
+        trips += compare(before, actor.hybrid.generation_fingerprints())
+        actor.switch_to_generation()
+        actor.switch_to_training()
+        trips += compare(before, actor.hybrid.training_fingerprints())
+    out = actor.rollout(prompts(), max_new_tokens=NEW_TOKENS)
+    errors = {"foreign": _error(lambda: actor.update(out.sequences + 1, torch.arange(6.0), out.logprobs))}
+    errors["generate"] = _error(lambda: actor.generate(prompts()))
+    metrics = actor.update(out.sequences, torch.arange(6.0), out.logprobs)
+    actor.switch_to_generation()
+    errors["update"] = _error(lambda: actor.update(out.sequences, torch.arange(6.0), out.logprobs))
+    moved = compare(actor.hybrid.generation_fingerprints(), before)
+    generation = actor.hybrid.generation_fingerprints()
+    if actor.runtime.rank == 0:
+        actor.switch_to_training()
+    dist.barrier()
+    learned = compare(generation, actor.hybrid.training_fingerprints())
+    name = f"export-{copy}"
+    actor.save_hf(root / name)
+    after = actor.rollout(prompts(), max_new_tokens=NEW_TOKENS, stop_token_ids=[])
+    return {
+        "copy": copy, "trips": trips, "changed": len(moved), "parameters": len(before), "learned": learned,
+        "mode": actor.hybrid.mode, "errors": errors, "metrics": metrics, "export": name,
+        "sequences": after.sequences.tolist(), "logprobs": after.logprobs.tolist(),
+    }  # fmt: skip
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except (ModeError, ValueError) as error:
+        return str(error)
+    return "no error"
+
+
+def _same_as_file(directory: Path) -> list[str]:
+    """Fingerprints of the sharded model against those of the checkpoint's own tensors."""
+    actor = Actor(directory, train="tp2.pp2.zero1", gen="tp2")
+    arch = Architecture.from_hf(directory)
+    specs = parameter_specs(arch, actor.parts.padded_vocab)
+    whole = {s.name: torch.empty(s.shape) for s in specs}
+    import_hf(directory, arch, actor.parts.padded_vocab, whole, 1, 0)
+    expected = {s.name: fingerprint_tensor(whole[s.name], s.valid_rows) for s in specs}
+    return compare(expected, actor.hybrid.training_fingerprints())

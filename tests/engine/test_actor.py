@@ -1,0 +1,96 @@
+"""The actor on four ranks against Hugging Face: generation, log-probabilities, switches, updates, export."""
+
+import pytest
+import torch
+import transformers
+
+from tests.ranks import run_ranks
+from tests.reference import hf_llama, response_logprobs, save_llama
+
+PROMPT_COLUMNS = 12
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("actor")
+    for tied in (False, True):
+        save_llama(directory / ("tied" if tied else "untied"), tied)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def facts(root):
+    return run_ranks("tests.engine.actor_checks:main", 4, {"directory": str(root)}, timeout=240)
+
+
+def _rows(sequences):
+    """(prompt without padding, response) of each row."""
+    for row in sequences:
+        yield [t for t in row[:PROMPT_COLUMNS] if t != 0], row[PROMPT_COLUMNS:]
+
+
+def test_greedy_equals_transformers_in_every_generation_layout(facts):
+    for found in facts["generations"]:
+        model = hf_llama(found["tied"])
+        for prompt, response in _rows(found["greedy"]):
+            expected = model.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=len(response),
+                do_sample=False, eos_token_id=None, pad_token_id=0,
+            )[0, len(prompt) :].tolist()  # fmt: skip
+            assert response == expected, (found["tied"], found["gen"])
+
+
+def test_sampled_tokens_do_not_depend_on_the_generation_layout(facts):
+    for tied in (False, True):
+        one, two, four = (f["sampled"] for f in facts["generations"] if f["tied"] == tied)
+        assert one == two == four
+        assert len({tuple(r) for _, r in _rows(one)}) == len(one), "different prompts drew the same noise"
+
+
+def test_rollout_logprobs_equal_transformers_and_the_training_engine(facts):
+    for found in facts["generations"]:
+        model = hf_llama(found["tied"])
+        for (prompt, response), logprobs in zip(_rows(found["sampled"]), found["logprobs"], strict=True):
+            with torch.no_grad():
+                expected = response_logprobs(model, torch.tensor(prompt + response), len(prompt), temperature=0.8)
+            assert torch.tensor(logprobs) == pytest.approx(expected, abs=1e-5)
+        assert 0 < found["against_training"] < 1e-5
+        assert found["log_ratio"] < 1e-5
+
+
+def test_round_trips_change_no_fingerprint(facts):
+    for life in facts["life"]:
+        assert life["trips"] == [], life["copy"]
+
+
+def test_an_update_reaches_the_generation_layout(facts):
+    for life in facts["life"]:
+        assert life["changed"] == life["parameters"], "an update moves every parameter"
+        assert life["learned"] == [], "generation and training hold the same weights after the update"
+        assert life["metrics"]["actor/kl_loss"] >= 0
+        assert life["metrics"]["actor/grad_norm"] > 0
+        assert life["metrics"]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_switch_on_rank_0_alone_followed_by_a_barrier(facts):
+    assert [life["mode"] for life in facts["life"]] == ["training", "training"]
+
+
+def test_calls_in_the_wrong_mode_name_the_switch(facts):
+    for life in facts["life"]:
+        assert "switch_to_generation()" in life["errors"]["generate"]
+        assert "switch_to_training()" in life["errors"]["update"]
+        assert "response_mask" in life["errors"]["foreign"]
+
+
+def test_the_export_computes_what_the_trained_actor_computes(root, facts):
+    for life in facts["life"]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(root / life["export"], dtype=torch.float32)
+        for (prompt, response), logprobs in zip(_rows(life["sequences"]), life["logprobs"], strict=True):
+            with torch.no_grad():
+                expected = response_logprobs(model, torch.tensor(prompt + response), len(prompt))
+            assert torch.tensor(logprobs) == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_file_and_the_layouts_have_the_same_fingerprints(facts):
+    assert facts["file"] == []
