@@ -26,14 +26,18 @@ TYPED = {"tied": (True, "bfloat16", "float32"), "untied": (False, "float32", Non
 def main(runtime: Any) -> dict[str, Any]:
     rank = dist.get_rank()
     group = dist.new_group(list(range(4)), timeout=timedelta(seconds=60))
+    every = (0, 1, 2, 3)
+    moves = {
+        "tp2.pp2->tp4 tied": ((2, 2, 1, ("pp", "tp", "dp")), GenMesh(4, every), "tied"),
+        "tp2.pp1.dp2->tp1x4": ((2, 1, 2, ("tp", "pp", "dp")), GenMesh(1, every), "untied"),
+        "tp2.pp2->tp1 on two ranks": ((2, 2, 1, ("dp", "pp", "tp")), GenMesh(1, (1, 2)), "tied"),
+    }
     return {
-        "tp2.pp2->tp4 tied": _round_trip(rank, group, (2, 2, 1, ("pp", "tp", "dp")), GenMesh(4, (0, 1, 2, 3)), "tied"),
-        "tp2.pp1.dp2->tp1x4": _round_trip(rank, group, (2, 1, 2, ("tp", "pp", "dp")), GenMesh(1, (0, 1, 2, 3)), "untied"),
-        "tp2.pp2->tp1 on two ranks": _round_trip(rank, group, (2, 2, 1, ("dp", "pp", "tp")), GenMesh(1, (1, 2)), "tied"),
+        **{name: _round_trip(rank, group, *move) for name, move in moves.items()},
         "errors": _errors(rank, group),
         "replicas": _replicas(rank, group),
         "subgroup": _subgroup(rank),
-    }  # fmt: skip
+    }
 
 
 def _round_trip(rank: int, group: Any, mesh: tuple, gen: GenMesh, kind: str) -> dict[str, Any]:
