@@ -1,0 +1,177 @@
+"""Sequences of different lengths into rows of about equal size, and values back out of them.
+
+A row holds whole sequences end to end. Positions restart with each of them and attention stays inside ``cu_seqlens``.
+A label is the next token of the same sequence, so the last token of a sequence has none.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+"""Label of positions that predict nothing."""
+
+
+class TokenSequence(Protocol):
+    """Anything with a prompt and a response in tokens, such as :class:`rl3d.data.batch.Sample`."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+
+
+def pack(lengths: Sequence[int], token_budget: int, pad_to_multiple: int = 1, at_least: int = 0) -> list[list[int]]:
+    """Distribute sequences over rows of at most ``token_budget`` tokens, padding included: first-fit decreasing.
+
+    A sequence is never split; one that is longer than the budget gets a row of its own. Deterministic: rows come
+    longest sequence first, the sequences in a row by index, so every rank computes the same rows.
+
+    Args:
+        lengths: tokens of each sequence.
+        token_budget: most tokens in one row.
+        pad_to_multiple: rows are padded to a multiple of this (tensor-parallel sharding of the sequence).
+        at_least: number of rows to make at least, for ranks that must run equally many micro-batches; rows with the
+            most sequences are divided, and when there are too few sequences empty rows are added.
+
+    Returns indices into ``lengths`` for each row. Raises ``ValueError`` for a budget or a length below 1.
+    """
+    if token_budget < 1 or pad_to_multiple < 1:
+        raise ValueError(f"token_budget={token_budget} and pad_to_multiple={pad_to_multiple} must be at least 1")
+    if any(length < 1 for length in lengths):
+        raise ValueError(f"sequence {min(range(len(lengths)), key=lengths.__getitem__)} is empty; leave it out")
+    capacity = max(token_budget // pad_to_multiple * pad_to_multiple, 1)
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fitting = next((row for row, free in enumerate(room) if free >= lengths[index]), None)
+        if fitting is None:
+            rows.append([index])
+            room.append(capacity - lengths[index])
+        else:
+            rows[fitting].append(index)
+            room[fitting] -= lengths[index]
+    while len(rows) < at_least:
+        fullest = max(range(len(rows)), key=lambda r: len(rows[r]), default=None)
+        if fullest is None or len(rows[fullest]) < 2:
+            rows.append([])
+            continue
+        divided = rows[fullest]
+        halves = split_for_dp([lengths[i] for i in divided], 2)
+        rows[fullest] = [divided[i] for i in halves[0]]
+        rows.append([divided[i] for i in halves[1]])
+    return [sorted(row) for row in rows]
+
+
+def split_for_dp(lengths: Sequence[int], dp: int) -> list[list[int]]:
+    """Share sequences among data-parallel ranks so that the tokens are balanced: longest first to the least loaded.
+
+    Deterministic. Numbers of sequences may differ; every rank gets at least one when there are enough. Returns
+    ascending indices into ``lengths`` for each rank. Raises ``ValueError`` for ``dp`` below 1.
+    """
+    if dp < 1:
+        raise ValueError(f"dp={dp} must be at least 1")
+    shares: list[list[int]] = [[] for _ in range(dp)]
+    # An empty share goes before any other, whatever the loads: no rank is left without work needlessly.
+    heap = [(False, 0, rank) for rank in range(dp)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        _, load, rank = heapq.heappop(heap)
+        shares[rank].append(index)
+        heapq.heappush(heap, (True, load + lengths[index], rank))
+    return [sorted(share) for share in shares]
+
+
+@dataclass
+class PackedRow:
+    """One row of T tokens. Padding, if any, is a last sequence of its own that belongs to no sample.
+
+    ``tokens`` int64 [T]; ``positions`` int64 [T], restarting per sequence; ``cu_seqlens`` int32 [S + 1];
+    ``max_seqlen`` the longest sequence; ``labels`` int64 [T], the next token or :data:`IGNORE`; ``mask`` bool [T], true
+    where the label is a response token; ``sample_of`` int64 [T], index into the samples that :func:`build_row` was
+    given, -1 on padding; ``token_of`` int64 [T], index of the label within its response, -1 outside the mask;
+    ``samples``, the samples in the row.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    labels: Tensor
+    mask: Tensor
+    sample_of: Tensor
+    token_of: Tensor
+    samples: list[int]
+
+    def to(self, device: torch.device | str) -> "PackedRow":
+        """The same row on another device."""
+        tensors = {f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        return replace(self, **tensors)
+
+
+def build_row(
+    samples: Sequence[TokenSequence], indices: Sequence[int], pad_to_multiple: int = 1, pad_token: int = 0
+) -> PackedRow:
+    """Lay the samples at ``indices`` end to end. No indices give a row of padding only, which predicts nothing.
+
+    Raises ``ValueError`` for a sample without a prompt token: nothing would predict its first response token.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    labels: list[int] = []
+    sample_of: list[int] = []
+    token_of: list[int] = []
+    ends = [0]
+    for index in indices:
+        prompt, response = samples[index].prompt_ids, samples[index].response_ids
+        if not prompt:
+            raise ValueError(f"sample {index} has no prompt token; a prompt needs at least one (a BOS, for example)")
+        ids = [*prompt, *response]
+        tokens += ids
+        positions += range(len(ids))
+        labels += [*ids[1:], IGNORE]
+        sample_of += [index] * len(ids)
+        token_of += [*[-1] * (len(prompt) - 1), *range(len(response)), -1]
+        ends.append(len(tokens))
+    padding = -len(tokens) % pad_to_multiple if tokens else pad_to_multiple
+    if padding:
+        tokens += [pad_token] * padding
+        positions += range(padding)
+        labels += [IGNORE] * padding
+        sample_of += [-1] * padding
+        token_of += [-1] * padding
+        ends.append(len(tokens))
+    token_of_T = torch.tensor(token_of, dtype=torch.int64)
+    return PackedRow(
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        cu_seqlens=torch.tensor(ends, dtype=torch.int32),
+        max_seqlen=max(b - a for a, b in zip(ends, ends[1:])),
+        labels=torch.tensor(labels, dtype=torch.int64),
+        mask=token_of_T >= 0,
+        sample_of=torch.tensor(sample_of, dtype=torch.int64),
+        token_of=token_of_T,
+        samples=list(indices),
+    )
+
+
+def unpack_values(row: PackedRow, values_T: Tensor) -> dict[int, Tensor]:
+    """Values of the response tokens of each sample in the row, in order: sample index -> [len(response)]."""
+    if values_T.shape != row.mask.shape:
+        raise ValueError(f"values {tuple(values_T.shape)} must have one entry per token of the row, {len(row.mask)}")
+    return {index: values_T[row.mask & (row.sample_of == index)] for index in row.samples}
+
+
+def scatter_values(row: PackedRow, values: Sequence[Sequence[float] | Tensor], dtype: torch.dtype = torch.float) -> Tensor:
+    """The inverse: per-response values, indexed by sample, at the positions that predict them; 0 elsewhere.
+
+    Raises ``ValueError`` when a sample's values and response differ in length.
+    """
+    out_T = torch.zeros(row.mask.shape, dtype=dtype, device=row.mask.device)
+    for index in row.samples:
+        where = row.mask & (row.sample_of == index)
+        if len(values[index]) != int(where.sum()):
+            raise ValueError(f"sample {index}: {len(values[index])} values for {int(where.sum())} response tokens")
+        out_T[where] = torch.as_tensor(values[index], dtype=dtype, device=row.mask.device)
+    return out_T

@@ -1,0 +1,112 @@
+"""A task and a model small enough to learn from nothing on a laptop: configs/tiny_learns.yaml.
+
+``tiny:copy`` shows a letter and wants it said back: the prompt ``c :`` asks for ``c c c c c c c c``. The reward
+(:func:`rl3d.rewards.tiny.score`) is the share of right letters among eight, so a random model starts near 0.03, half
+right answers are worth half, and only a model that reads its prompt comes close to 1.
+"""
+
+import io
+import os
+import random
+import string
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl3d.data.quiet import quiet_transformers
+from rl3d.data.sources import DataError, Row
+
+_SYMBOLS = string.ascii_lowercase + string.digits + ":"
+_UNK, _BOS, _EOS, _PAD = range(4)
+
+
+def tiny_rows(task: str, *, size: int, seed: int = 0, letters: str = "abcd") -> list[Row]:
+    """Rows of a tiny task. ``letters`` are those that may be asked for. Raises :class:`DataError` on an unknown task."""
+    if task != "copy":
+        raise DataError(f"tiny:{task}: no such task; there is tiny:copy")
+    if not letters or any(letter not in string.ascii_lowercase for letter in letters):
+        raise DataError(f"tiny:copy: letters {letters!r} must be lower-case letters, such as 'abcd'")
+    choice = random.Random(f"tiny:copy {seed}")
+    asked = [choice.choice(letters) for _ in range(size)]
+    return [Row(f"{letter} :", letter, "tiny:copy", {}, f"tiny:copy[{i}]") for i, letter in enumerate(asked)]
+
+
+def train_tokenizer(directory: str | Path, seed: int = 0) -> Any:
+    """Train a SentencePiece model (BPE, 79 pieces) on letters and digits and save it as a Hugging Face tokenizer.
+
+    Pieces: unk, bos, eos, pad, and each symbol with and without a space before it. Every run with one seed gives the
+    same file. Returns the tokenizer.
+    """
+    import sentencepiece
+    from transformers import LlamaTokenizer
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    source = random.Random(f"tokenizer {seed}")
+    sentences = [" ".join(source.choice(_SYMBOLS) for _ in range(16)) for _ in range(1000)]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=5 + 2 * len(_SYMBOLS),
+        byte_fallback=False,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        unk_id=_UNK,
+        bos_id=_BOS,
+        eos_id=_EOS,
+        pad_id=_PAD,
+        num_threads=1,
+        minloglevel=2,
+    )
+    (directory / "tokenizer.model").write_bytes(model.getvalue())
+    with quiet_transformers():
+        tokenizer = LlamaTokenizer.from_pretrained(
+            str(directory),
+            local_files_only=True,
+            unk_token="<unk>",
+            bos_token="<s>",
+            eos_token="</s>",
+            pad_token="<pad>",
+            add_bos_token=True,
+            add_eos_token=False,
+        )
+        tokenizer.save_pretrained(str(directory))
+    return tokenizer
+
+
+def make_tiny_model(directory: str | Path, config: Mapping[str, Any], seed: int = 0) -> Path:
+    """A Hugging Face directory with random weights and the tokenizer of :func:`train_tokenizer`.
+
+    ``config`` is a config.json as a mapping (``model_type``, ``hidden_size``, ...); ``vocab_size`` may be left out and
+    is then the tokenizer's, token ids always are. Weights are drawn in float32 as transformers initialises the model
+    (``initializer_range``), from ``seed`` and without touching the global random state. The directory appears complete
+    or not at all. Returns it. Raises ``ValueError`` for a vocabulary smaller than the tokenizer's.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    directory = Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+        place = Path(scratch) / "model"
+        tokenizer = train_tokenizer(place, seed=0)
+        settings = dict(config)
+        model_type = settings.pop("model_type", "llama")
+        settings.setdefault("vocab_size", len(tokenizer))
+        if settings["vocab_size"] < len(tokenizer):
+            raise ValueError(
+                f"model.random.config.vocab_size={settings['vocab_size']} is smaller than the tokenizer's "
+                f"{len(tokenizer)}; leave it out"
+            )
+        ids = {"bos_token_id": _BOS, "eos_token_id": _EOS, "pad_token_id": _PAD}
+        hf_config = AutoConfig.for_model(model_type, **{**settings, **ids})
+        with torch.random.fork_rng(devices=[]), quiet_transformers():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+            model.generation_config = GenerationConfig(**ids)
+            model.save_pretrained(str(place))
+        os.replace(place, directory)
+    return directory

@@ -1,0 +1,1 @@
+"""Reward functions, and scoring samples with them while sampling still runs."""
