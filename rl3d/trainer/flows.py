@@ -59,7 +59,8 @@ def sampling_flow(ctx: StepContext, out: "queue.Queue[Sample | None]") -> None:
     prompts = [ctx.prompts[i] for i in share]
     r = ctx.rollout
     params = SamplingParams(r.max_new_tokens, r.temperature, r.top_p, r.top_k, ctx.stop_token_ids, n=r.n, seed=ctx.seed)
-    requests = [Request(p.token_ids, params, (ctx.step, p.index, 0)) for p in prompts]
+    # the place in the batch, not in the data: one batch may hold the last prompts of an epoch and the first of the next
+    requests = [Request(ctx.prompts[i].token_ids, params, (ctx.step, i, 0)) for i in share]
     close_calls = 0
 
     with ctx.console.progress(f"[Step {ctx.step}] Sampling", len(requests) * r.n) as advance:

@@ -11,7 +11,8 @@ from rl3d.data.dataset import PromptDataset
 from rl3d.data.sources import load_rows
 from rl3d.data.tiny import make_tiny_model
 from rl3d.data.tokenizers import load_tokenizer
-from rl3d.rewards.runner import RewardRunner, resolve_reward
+from rl3d.rewards.functions import resolve_reward
+from rl3d.rewards.runner import RewardRunner
 
 from rl3d.config import RunConfig, check, load_config, model_dir, resolve
 from rl3d.config.base import ConfigError, Problem

@@ -1,16 +1,16 @@
 """``RLTrainer``: prompts in, a better policy out; one step reads top to bottom in :meth:`RLTrainer.step`."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rl3d.data.batch import Prompt, Sample
 from rl3d.data.dataset import PromptDataset, PromptStream
-from rl3d.rewards.runner import RewardRunner
+from rl3d.rewards.runner import as_runner
 
-from rl3d.config import PPOConfig, RewardConfig, RolloutConfig, RunConfig, TrainerConfig
+from rl3d.config import PPOConfig, RolloutConfig, RunConfig, TrainerConfig
 from rl3d.engine.actor import Actor
 from rl3d.trainer import checkpoint
 from rl3d.trainer import metrics as names
@@ -65,7 +65,7 @@ class RLTrainer:
         self.dataset = dataset
         seed = self.settings.seed
         self.stream = PromptStream(dataset, self.algorithm.batch_size, shuffle=True, seed=seed)
-        self.rewards = reward_fn if isinstance(reward_fn, RewardRunner) else _runner(reward_fn)
+        self.rewards = as_runner(reward_fn)
         self.flows = flows or Flows()
         self.run_config = run_config
         self.run_dir = self.settings.run_dir
@@ -220,13 +220,6 @@ class RLTrainer:
         self.global_step, self.optimizer_steps = state.step, state.optimizer_steps
         left = max(self._total_steps - state.step, 0)
         self.console.line(f"Resumed from {path}: {state.step} steps done, {left} to go")
-
-
-def _runner(reward_fn: Any) -> RewardRunner:
-    functions: Iterable[Any] = reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]
-    defaults = RewardConfig(function="given:directly")
-    return RewardRunner(list(functions), workers=defaults.workers, timeout_s=defaults.timeout_s,
-                        max_failure_rate=defaults.max_failure_rate)  # fmt: skip
 
 
 __all__ = ["Callback", "Flows", "Prompt", "RLTrainer", "Sample"]
