@@ -80,9 +80,11 @@ def prepare() -> None:
 
 def set_threads(ranks_on_node: int = 1) -> int:
     """Give each rank its share of the cores unless the user has set OMP_NUM_THREADS; returns the threads per rank."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
+    # srun may bind each rank to its own cores already; then they are not to be shared out again.
+    given = os.environ.get("OMP_NUM_THREADS") or os.environ.get("SLURM_CPUS_PER_TASK") or ""
     if given.isdigit() and int(given) > 0:
         threads = int(given)
+        os.environ.setdefault("OMP_NUM_THREADS", given)
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
         threads = max(1, cores // max(1, ranks_on_node))
