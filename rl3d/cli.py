@@ -1,6 +1,7 @@
 """The ``rl3d`` command. Nothing heavy is imported until a command needs it: ``--help`` answers at once."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rl3d: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:
         if not _is_plain_error(error):
             raise
@@ -140,9 +144,7 @@ def _train(args: argparse.Namespace) -> int:
     gpus = 0 if cfg.layout.device == "cpu" else count_gpus()
     cfg = resolve(cfg, world_size=place.world_size if place else args.ranks, gpus=gpus)
     if place is None and cfg.layout.device == "cuda" and args.ranks and args.ranks > gpus:
-        raise ConfigError(
-            f"--ranks {args.ranks}: only {gpus} GPU{'s' * (gpus > 1)} here; lower it or add layout.device=cpu"
-        )
+        raise ConfigError(f"--ranks {args.ranks}: only {gpus} GPU{'s' * (gpus > 1)} here; lower it or add layout.device=cpu")
     hf_config = check(cfg)
     if args.dry_run:
         if place is None or place.rank == 0:
@@ -221,7 +223,7 @@ def _check_env(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from rl3d.config.check import MODELS_DIR
+    from rl3d.config import MODELS_DIR
     from rl3d.data.prepare import prepare
 
     prepare(args.name, args.directory or str(Path(MODELS_DIR) / args.name))
@@ -232,9 +234,7 @@ def _export(args: argparse.Namespace) -> int:
     from rl3d.config import ConfigError
 
     if not Path(args.source).is_dir():
-        raise ConfigError(
-            f"{args.source}: no such run or checkpoint directory; expected runs/NAME or a checkpoint in it"
-        )
+        raise ConfigError(f"{args.source}: no such run or checkpoint directory; expected runs/NAME or a checkpoint in it")
     from rl3d.trainer.run import export
 
     export(args.source, args.directory)

@@ -2,8 +2,8 @@
 
 from rl3d.config.algorithm import PPOConfig, zero_stage_from_fsdp
 from rl3d.config.base import ConfigError, Problem
-from rl3d.config.check import check, check_model, count_gpus, model_dir, read_hf_config, resolve
-from rl3d.config.explain import KeyInfo, explain
+from rl3d.config.keys import KeyInfo, explain
+from rl3d.config.machine import count_gpus, resolve
 from rl3d.config.run import RunConfig, load_config
 from rl3d.config.sections import (
     DataConfig,
@@ -17,8 +17,11 @@ from rl3d.config.sections import (
     RolloutConfig,
     TrainerConfig,
 )
+from rl3d.config.validity import MODELS_DIR, SUPPORTED_ZERO, check, check_model, model_dir, read_hf_config
 
 __all__ = [
+    "MODELS_DIR",
+    "SUPPORTED_ZERO",
     "ConfigError",
     "DataConfig",
     "DataSource",

@@ -87,9 +87,7 @@ class PPOConfig(Section):
         default=1024, ge=1, description="Tokens whose fp32 logits exist at a time in the log-probability and the loss."
     )
     use_critic: bool = Field(default=False, description="Train a value model beside the policy; grpo works without.")
-    gamma: float = Field(
-        default=1.0, ge=0, le=1, description="Discount of rewards over tokens; used with a critic only."
-    )
+    gamma: float = Field(default=1.0, ge=0, le=1, description="Discount of rewards over tokens; used with a critic only.")
     lam: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda; used with a critic only.")
     reference: Literal["kept", "none"] = Field(
         default="kept", description="kept: a frozen copy of the initial weights for the KL penalty; none: no copy."

@@ -37,9 +37,7 @@ DEEPSPEED_OWNED = {
 }
 _FROM_MODEL = "the config.json of model.path (or model.random.config)"
 MEGATRON_OWNED = {
-    **dict.fromkeys(
-        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"), "layout.train"
-    ),
+    **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"), "layout.train"),
     **dict.fromkeys(
         (
             *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
@@ -95,9 +93,7 @@ class RunConfig(Section):
                         text = f"rl3d sets this itself; remove it and use {ours}"
                         problems.append(Problem(f"{section}.{key}", text, value))
         if self.algorithm.name == "grpo" and self.rollout.n < 2:
-            problems.append(
-                Problem("rollout.n", "grpo compares the samples of one prompt; use 2 or more", self.rollout.n)
-            )
+            problems.append(Problem("rollout.n", "grpo compares the samples of one prompt; use 2 or more", self.rollout.n))
         needed = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if self.model.max_sequence_length is not None and self.model.max_sequence_length < needed:
             problems.append(

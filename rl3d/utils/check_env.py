@@ -173,9 +173,7 @@ def _nccl(probe: dict[str, dict[str, Any]]) -> Part:
         return _part("NCCL", False, "", "needs PyTorch")
     if not facts["nccl"]:
         return _part("NCCL", False, "", "not in this PyTorch; gloo is used")
-    return _part(
-        "NCCL", bool(facts["gpus"]), facts["nccl"], "" if facts["gpus"] else "no GPU to use it on; gloo is used"
-    )
+    return _part("NCCL", bool(facts["gpus"]), facts["nccl"], "" if facts["gpus"] else "no GPU to use it on; gloo is used")
 
 
 def _installed(distribution: str) -> str:
@@ -207,8 +205,11 @@ def _slurm() -> Part:
         return _part("SLURM", False, "", "srun is not on PATH; start with torchrun, deepspeed or rl3d train")
     try:
         done = subprocess.run([srun, "--version"], capture_output=True, text=True, timeout=20)
-        found = done.stdout.strip().removeprefix("slurm ").strip()
     except (OSError, subprocess.SubprocessError) as error:
         return _part("SLURM", False, "", f"srun does not answer: {error}")
+    if done.returncode:  # installed, but there is no cluster that it knows of
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].strip()
+        return _part("SLURM", False, "", f"srun --version fails: {said}")
     job = os.environ.get("SLURM_JOB_ID")
-    return _part("SLURM", done.returncode == 0, found, f"inside job {job}" if job else "")
+    found = done.stdout.strip().removeprefix("slurm").strip(" -")
+    return _part("SLURM", True, found, f"inside job {job}" if job else "")

@@ -33,16 +33,26 @@ def plain_process(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(key)
 
 
+def probe(*words: str) -> tuple[str, str, float]:
+    """(output, heavy modules imported, user CPU seconds) of one command that succeeds."""
+    command = [sys.executable, "-c", PROBE, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    heavy, seconds = done.stderr.removeprefix("PROBE ").rsplit(" ", 1)
+    return done.stdout, heavy, float(seconds)
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(c) or "rl3d")
 def test_help_is_quick(command: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0
-    assert done.stdout.startswith("usage: rl3d")
-    _, heavy, seconds = done.stderr.split(" ", 1)[0], *done.stderr.split(" ", 1)[1].rsplit(" ", 1)
+    output, heavy, seconds = probe(*command, "--help")
+    assert output.startswith("usage: rl3d")
     assert heavy == "[]"
-    assert float(seconds) < 1.0
+    assert seconds < 1.0
+
+
+def test_checking_a_run_needs_no_torch() -> None:
+    _, heavy, _ = probe("train", TINY, "--dry-run")
+    assert heavy == "['pydantic']"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,9 +62,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"rl3d {rl3d.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "module", [["-m", "rl3d"], [str(Path(sys.executable).with_name("rl3d"))]], ids=["module", "script"]
-)
+@pytest.mark.parametrize("module", [["-m", "rl3d"], [str(Path(sys.executable).with_name("rl3d"))]], ids=["module", "script"])
 def test_errors_are_a_clean_block(module: list[str]) -> None:
     command = [sys.executable, *module] if module[0] == "-m" else module
     done = subprocess.run(

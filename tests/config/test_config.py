@@ -1,5 +1,6 @@
 """What a configuration means: defaults, overrides, resolution by machine, the dump."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,9 +85,7 @@ def test_fewest_ranks_on_a_cpu(tmp_path: Path, layout: str, ranks: int, train: s
 
 
 def test_gpu_choice_and_the_command_line(tmp_path: Path) -> None:
-    path = write(
-        tmp_path, "{train: tp1, gen: tp1, on_gpus: {2: {train: tp2, gen: tp2}, 8: {train: tp4.pp2, gen: tp8}}}"
-    )
+    path = write(tmp_path, "{train: tp1, gen: tp1, on_gpus: {2: {train: tp2, gen: tp2}, 8: {train: tp4.pp2, gen: tp8}}}")
     assert resolve(load_config(path), gpus=1).layout.train == "tp1.pp1.dp1.zero1"
     assert resolve(load_config(path), gpus=4).layout.train == "tp2.pp1.dp2.zero1"
     eight = resolve(load_config(path), gpus=8).layout
@@ -153,9 +152,34 @@ def test_fsdp_names() -> None:
     assert zero_stage_from_fsdp(None) is None
 
 
-def test_hidden_gpus_count_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 4), ("", 0), ("-1", 0), ("0,1", 2), ("3", 1), ("0,9,1", 1), ("GPU-aa,GPU-bb", 2), ("0,1,2,3,0", 4)],
+)
+def test_gpus_as_the_driver_lists_them(
+    visible: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\nfor i in 0 1 2 3; do echo "GPU $i: NVIDIA (UUID: GPU-$i)"; done\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr("rl3d.config.machine._torch_has_cuda", lambda: True)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == count
+
+
+def test_a_broken_driver_counts_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML'; exit 9\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("rl3d.config.machine._torch_has_cuda", lambda: True)
     assert count_gpus() == 0
 
 

@@ -113,9 +113,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("overrides", "words"), CASES, ids=lambda v: v if isinstance(v, str) else "")
-def test_refused(
-    config_file: Path, overrides: str | list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused(config_file: Path, overrides: str | list[str], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(config_file.parent)
     with pytest.raises(ConfigError) as caught:
         given = [overrides] if isinstance(overrides, str) else overrides
@@ -167,9 +165,7 @@ def test_context_longer_than_the_model(config_file: Path) -> None:
 
 def test_all_problems_at_once(config_file: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(
-            config_file, ["rollout.n=x", "algorithm.clip_coef=3", "trainer.nam=y", "deepspeed.fp16.enabled=true"]
-        )
+        load_config(config_file, ["rollout.n=x", "algorithm.clip_coef=3", "trainer.nam=y", "deepspeed.fp16.enabled=true"])
     assert [p.key for p in caught.value.problems] == ["rollout.n", "algorithm.clip_coef", "trainer.nam"]
     assert str(caught.value).splitlines()[0] == f"{config_file} cannot run:"
 
