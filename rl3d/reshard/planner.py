@@ -162,26 +162,22 @@ def _assign_buckets(rows: Rows, cap: int) -> NDArray[np.int64]:
     instead of one after the other.
     """
     out = np.full(len(rows), -1, np.int64)
-    nearly_full = cap - cap // 4
-    sent: dict[int, list[int]] = {}
-    received: dict[int, list[int]] = {}
-    start: dict[tuple[int, int], int] = {}
+    # A bucket is closed to a rank once the largest box might not fit. Closed buckets are the bits of an integer, so the
+    # first one open at both ends is the lowest zero bit of the two together.
+    full = cap - -(-(cap // 4) // ALIGN) * ALIGN
+    used: tuple[dict[tuple[int, int], int], ...] = ({}, {})
+    closed: tuple[dict[int, int], ...] = ({}, {})
     moved = np.flatnonzero(rows.moved)
     columns = zip(moved.tolist(), rows.src[moved].tolist(), rows.dst[moved].tolist(), rows.nbytes[moved].tolist())
     for row, src, dst, nbytes in columns:
-        nbytes = -(-nbytes // ALIGN) * ALIGN
-        ends = (sent.setdefault(src, []), received.setdefault(dst, []))
-        bucket = max(start.get((0, src), 0), start.get((1, dst), 0))
-        while any(bucket < len(used) and used[bucket] + nbytes > cap for used in ends):
-            bucket += 1
+        taken = closed[0].get(src, 0) | closed[1].get(dst, 0)
+        bucket = (~taken & (taken + 1)).bit_length() - 1
         out[row] = bucket
-        for side, (rank, used) in enumerate(zip((src, dst), ends, strict=True)):
-            used.extend([0] * (bucket + 1 - len(used)))
-            used[bucket] += nbytes
-            first = start.get((side, rank), 0)
-            while first < len(used) and used[first] > nearly_full:
-                first += 1
-            start[side, rank] = first
+        for side, rank in ((0, src), (1, dst)):
+            total = used[side].get((rank, bucket), 0) + -(-nbytes // ALIGN) * ALIGN
+            used[side][rank, bucket] = total
+            if total > full:
+                closed[side][rank] = closed[side].get(rank, 0) | 1 << bucket
     return out
 
 

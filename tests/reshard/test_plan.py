@@ -69,6 +69,9 @@ def test_mesh_order_keeps_tensor_groups_inside_nodes_and_prefers_the_usual_order
     mesh = Mesh.of(TrainLayout.parse("tp4.pp4"), 64, order)
     assert all(len({rank // 8 for rank in group}) == 1 for group in mesh.groups("tp"))
     assert choose_mesh_order(specs, TrainLayout.parse("tp8"), GenLayout(8), 64, gpus_per_node=8) == AXES
+    # megatron-core's resharder receives 34.49 GB here.
+    strided = min(mesh_choices(specs, TrainLayout.parse("tp8"), GenLayout(4), 64, gpus_per_node=8))
+    assert strided.nodes == 1 and strided.received_mean / 1e9 == pytest.approx(17.24, abs=0.01)
     # Wider than a node: no order keeps the group inside, the one that touches fewest nodes is taken.
     wide = choose_mesh_order(specs, TrainLayout.parse("tp8.pp4"), GenLayout(8), 64, gpus_per_node=4)
     assert max(len({r // 4 for r in g}) for g in Mesh.of(TrainLayout.parse("tp8.pp4"), 64, wide).groups("tp")) == 2
