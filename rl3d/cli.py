@@ -114,7 +114,9 @@ def _is_plain_error(error: Exception) -> bool:
     from rl3d.layout.parallel import LayoutError
 
     names = {cls.__name__ for cls in type(error).__mro__ if cls.__module__.startswith("rl3d.")}
-    return isinstance(error, LayoutError) or bool(names & {"ConfigError", "StartupError", "UserError"})
+    return isinstance(error, LayoutError) or bool(
+        names & {"ConfigError", "DataError", "PrepareError", "ResumeError", "StartupError"}
+    )
 
 
 def _rank() -> int:
@@ -226,7 +228,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from rl3d.config import MODELS_DIR
     from rl3d.data.prepare import prepare
 
-    prepare(args.name, args.directory or str(Path(MODELS_DIR) / args.name))
+    prepare(args.name, args.directory or Path(MODELS_DIR) / args.name)
     return 0
 
 

@@ -37,7 +37,7 @@ class Console:
 
     def updating(self, step: int, mini_batches: int) -> None:
         """``[Step 0] Updating actor with 4 mini-batches...``"""
-        self.line(f"[Step {step}] Updating actor with {mini_batches} mini-batches...")
+        self.line(f"[Step {step}] Updating actor with {mini_batches} mini-batch{'es' * (mini_batches != 1)}...")
 
     def result(self, step: int, loss: float, reward_mean: float, kl: float) -> None:
         """``[Step 0] Actor loss: 1.824 | Reward mean: 1.002 | KL: 0.042``"""

@@ -86,6 +86,7 @@ def test_errors_are_a_clean_block(module: list[str]) -> None:
         (["train", TINY, "layout.gen=tp3"], "choose layout.gen among the divisors of 4"),
         (["train", TINY, "--ranks", "3"], "3 ranks do not divide by tp x pp = 4"),
         (["config", "algorithm.rl"], "did you mean 'algorithm.lr'?"),
+        (["prepare", "nope"], "no model 'nope' to prepare; there is smollm2-135m-instruct"),
         (["export", "runs/none", "out"], "no such run or checkpoint directory"),
     ],
 )
