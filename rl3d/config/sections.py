@@ -93,7 +93,11 @@ class LayoutConfig(Section):
         default="auto", description="Number of ranks; auto: one per GPU, on a CPU the fewest that both layouts allow."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA when there is a GPU.")
-    staging_mib: PositiveInt = Field(default=64, description="Largest staging buffer of a switch, MiB a direction.")
+    staging_mib: PositiveInt = Field(default=48, description="Largest staging buffer of a switch, MiB a direction.")
+    training_copy: Literal["keep", "drop"] = Field(
+        default="keep",
+        description="drop: give the training weights' memory back during generation and rebuild them afterwards.",
+    )
     verify: Literal["off", "full"] = Field(
         default="off",
         description="full: compare weight fingerprints after each switch.",

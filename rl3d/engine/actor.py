@@ -89,7 +89,7 @@ class Actor:
                  gen: str | GenLayout = "tp1", order: str = "auto", dtype: str | torch.dtype = "auto",
                  device: str = "auto", use_flash_attention: bool = True, algorithm: PPOConfig | None = None,
                  max_sequence_length: int = 2048, max_sequences: int = 64, max_prefill_tokens: int = 8192,
-                 staging_mib: int = 64, verify: bool = False, training_copy: str = "keep", reference: bool = False,
+                 staging_mib: int = 48, verify: bool = False, training_copy: str = "keep", reference: bool = False,
                  reference_residency: str = "device", deepspeed: Mapping[str, Any] | None = None,
                  megatron: Mapping[str, Any] | None = None, seed: int = 0, timeout_s: float = 600):  # fmt: skip
         self.runtime = bootstrap.init(timeout_s=timeout_s, device=device)

@@ -40,7 +40,7 @@ class ActorSettings:
     max_sequence_length: int = 2048
     max_sequences: int = 64
     max_prefill_tokens: int = 8192
-    staging_bytes: int = 64 << 20
+    staging_bytes: int = 48 << 20
     verify: bool = False
     training_copy: str = "keep"
     reference: bool = False

@@ -59,7 +59,8 @@ def build(config: RunConfig) -> RLTrainer:
         directory, tokenizer, train=layout.train, gen=layout.gen, order=layout.order, dtype=config.model.dtype,
         device=layout.device, algorithm=algorithm, max_sequence_length=config.model.max_sequence_length,
         max_sequences=rollout.max_sequences, max_prefill_tokens=rollout.max_batch_tokens,
-        staging_mib=layout.staging_mib, verify=layout.verify == "full", reference=algorithm.needs_reference,
+        staging_mib=layout.staging_mib, verify=layout.verify == "full",
+        training_copy=layout.training_copy, reference=algorithm.needs_reference,
         reference_residency=algorithm.reference_residency, deepspeed=config.deepspeed, megatron=config.megatron,
         seed=config.trainer.seed, timeout_s=config.trainer.timeout_s,
     )  # fmt: skip
