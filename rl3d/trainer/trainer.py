@@ -100,21 +100,31 @@ class RLTrainer:
         """
         self._total_steps = self._steps(num_train_epochs)
         self._resume()
+        logs = self._run(self._total_steps)
+        if self.settings.export_hf:
+            self.actor.save_hf(self.run_dir / "hf")
+            self.console.line(f"Wrote {self.run_dir / 'hf'}")
+        return logs
+
+    def train_for(self, steps: int) -> dict[str, Any]:
+        """At most ``steps`` more steps of the same run, and a checkpoint; :meth:`train` goes on from there."""
+        self._total_steps = self._steps(None)
+        self._resume()
+        return self._run(min(self.global_step + steps, self._total_steps))
+
+    def _run(self, until: int) -> dict[str, Any]:
         config = self.run_config.model_dump(mode="json") if self.run_config else None
         logs: dict[str, Any] = {}
         saved = self.global_step
         with MetricsWriter(self.settings.loggers, self.run_dir, config, start_step=self.global_step,
                            rank=self.runtime.rank) as writer:  # fmt: skip
-            while self.global_step < self._total_steps:
+            while self.global_step < until:
                 logs = self.step(writer)
                 if self.settings.save_every and self.global_step % self.settings.save_every == 0:
                     self.save()
                     saved = self.global_step
         if saved < self.global_step:
             self.save()
-        if self.settings.export_hf:
-            self.actor.save_hf(self.run_dir / "hf")
-            self.console.line(f"Wrote {self.run_dir / 'hf'}")
         return logs
 
     def step(self, writer: MetricsWriter | None = None) -> dict[str, Any]:

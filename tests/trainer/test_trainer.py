@@ -1,0 +1,83 @@
+"""Training runs on two ranks: resuming, flows of one's own, failing rewards, what a run leaves behind."""
+
+import json
+
+import pytest
+import transformers
+
+from rl3d.data.tiny import make_tiny_model
+from tests.ranks import run_ranks
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+TIMED = ("timing_s/", "perf/")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("trainer")
+    make_tiny_model(directory / "model", CONFIG, seed=3)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def facts(root):
+    return run_ranks("tests.trainer.trainer_checks:main", 2, {"directory": str(root)}, timeout=240)
+
+
+def _rows(root, name):
+    return [json.loads(line) for line in (root / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_three_steps_and_three_after_resuming_equal_six(root, facts):
+    assert facts["equal"], "weights differ between a straight run and a resumed one"
+    straight, halves = _rows(root, "whole"), _rows(root, "halves")
+    assert [row["step"] for row in halves] == list(range(6))
+    for a, b in zip(straight, halves, strict=True):
+        same = {k for k in a if not k.startswith(TIMED)}
+        assert {k: a[k] for k in same} == {k: b[k] for k in same}
+
+
+def test_a_finished_run_has_nothing_left_to_do(facts):
+    assert facts["again"] == {}
+    assert facts["old_run"] == 6 * 2 * 2  # steps x epochs x mini-batches
+
+
+def test_callbacks_see_every_step(facts):
+    assert [step for step, _ in facts["callbacks"]] == list(range(6))
+    assert facts["callbacks"][-1][1] == facts["last"]["reward_mean"]
+
+
+def test_rewarding_can_be_doubled(facts):
+    assert facts["scored"] == facts["distinct"] == 6 * 4
+
+
+def test_a_lost_sample_is_named(facts):
+    assert "1 samples are missing" in facts["lossy"] or "2 samples are missing" in facts["lossy"]
+
+
+def test_failed_rewards_cost_their_samples_only(facts):
+    assert 0 < facts["failed"] < 24 and facts["failed"] % 4 == 0
+    assert facts["finite"] > 0
+    assert "service is down" in facts["broken"] and "24 of 24" in facts["broken"]
+
+
+def test_what_a_run_leaves_behind(root, facts):
+    run = root / "runs" / "whole"
+    for name in ("metrics.jsonl", "tensorboard", "samples", "checkpoints/latest", "hf/config.json"):
+        assert (run / name).exists(), name
+    row = _rows(root, "whole")[-1]
+    for key in ("timing_s/gen", "timing_s/reward", "timing_s/old_log_prob", "timing_s/ref", "timing_s/update_actor",
+                "timing_s/update_weights", "timing_s/step", "actor/pg_loss", "actor/entropy", "actor/kl_loss",
+                "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm", "actor/lr", "critic/score/mean",
+                "critic/advantages/mean", "response_length/mean", "prompt_length/mean", "perf/throughput",
+                "training/rollout_probs_diff_max", "training/global_step", "training/epoch"):  # fmt: skip
+        assert isinstance(row[key], int | float), key
+    assert row["training/rollout_logprobs_diff_max"] < 1e-5
+    assert all(r["actor/log_ratio_max_first"] < 1e-5 for r in _rows(root, "whole"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "hf")
+    assert tokenizer.decode(model.generate(**tokenizer("a :", return_tensors="pt"), max_new_tokens=4)[0])

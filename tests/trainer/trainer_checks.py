@@ -1,0 +1,116 @@
+"""Whole training runs on two ranks; facts go back to test_trainer.py."""
+
+import json
+import queue
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rl3d import Actor, PPOConfig, RLTrainer
+from rl3d.config import RolloutConfig, TrainerConfig
+from rl3d.data.dataset import PromptDataset
+from rl3d.data.sources import load_rows
+from rl3d.data.tokenizers import load_tokenizer
+from rl3d.rewards.runner import RewardFailure
+from rl3d.trainer.exchange import ExchangeError
+from rl3d.trainer.flows import Flows, rewarding_flow, sampling_flow
+
+N = 4
+
+
+def score(prompt: str, response: str, answer: str) -> float:
+    return response.replace(" ", "").count(answer) / 8
+
+
+def make(root: Path, name: str, steps: int, *, tied: bool = True, reward: Any = score, flows: Flows | None = None,
+         resume: str = "auto", **algorithm: Any) -> RLTrainer:  # fmt: skip
+    """A trainer of its own on the tiny task; TP1·PP2 trains, two replicas generate."""
+    config = PPOConfig(**{"batch_size": 6, "mini_batch_size": 3, "ppo_epochs": 2, "lr": 3e-3, "kl_coef": 0.05, "eps": 1e-5,
+                          "micro_batch_tokens": 96, "lr_schedule": "cosine", "warmup_steps": 2, **algorithm})  # fmt: skip
+    model = root / "model"
+    actor = Actor(model, train="tp1.pp2.zero1", gen="tp1", algorithm=config, reference=True, max_sequence_length=32)
+    tokenizer = load_tokenizer(model)
+    data = PromptDataset(load_rows("tiny:copy", size=20, seed=1), tokenizer)
+    settings = TrainerConfig(name=name, output_dir=str(root / "runs"), steps=steps, save_every=3, resume=resume, seed=5)
+    rollout = RolloutConfig(n=N, max_new_tokens=6)
+    return RLTrainer(actor, tokenizer, data, config, reward, rollout=rollout, trainer=settings, flows=flows)
+
+
+def main(runtime: Any, directory: str) -> dict[str, Any]:
+    root = Path(directory)
+    seen: list[tuple[int, float]] = []
+    whole = make(root, "whole", 6)
+    whole.add_callback(lambda step, logs: seen.append((step, logs["reward_mean"])))
+    last = whole.train()
+    straight = whole.actor.hybrid.training_fingerprints()
+
+    make(root, "halves", 6, resume="never").train_for(3)
+    second = make(root, "halves", 6)
+    second.train()
+    resumed = second.actor.hybrid.training_fingerprints()
+    again = make(root, "halves", 6).train()
+
+    facts = {"callbacks": seen, "last": last, "equal": straight == resumed, "again": again}
+    facts |= _own_flows(root) | _failures(root)
+    facts["old_run"] = second.optimizer_steps
+    return facts
+
+
+def _own_flows(root: Path) -> dict[str, Any]:
+    """Two rewarding flows share the work; a sampling flow that drops a response is caught on every rank."""
+    uids: list[str] = []
+
+    def counting(ctx: Any, inbox: Any, out: Any) -> None:
+        mine: queue.Queue = queue.Queue()
+        rewarding_flow(ctx, inbox, mine)
+        while not mine.empty():
+            sample = mine.get()
+            uids.append(sample.uid)
+            out.put(sample)
+
+    trainer = make(root, "doubled", 1, flows=Flows(rewarding=[counting, counting]))
+    trainer.train()
+    scored: list[Any] = [None, None]
+    dist.all_gather_object(scored, uids)
+
+    def lossy(ctx: Any, out: Any) -> None:
+        inner: queue.Queue = queue.Queue()
+        sampling_flow(ctx, inner)
+        kept = list(inner.queue)[1:]
+        for sample in kept:
+            out.put(sample)
+
+    return {"scored": sum(map(len, scored)), "distinct": len({u for part in scored for u in part}),
+            "lossy": _error(lambda: make(root, "lossy", 1, flows=Flows(sampling=lossy)).train())}  # fmt: skip
+
+
+def _failures(root: Path) -> dict[str, Any]:
+    """A reward that fails for some prompts costs those samples only; one that always fails ends the run everywhere."""
+
+    def sometimes(prompt: str, response: str, answer: str) -> float:
+        if answer in "ab":
+            raise RuntimeError("no answer key")
+        return float(len(response))
+
+    def never(prompt: str, response: str) -> float:
+        raise RuntimeError("service is down")
+
+    trainer = make(root, "sometimes", 1, reward=sometimes)
+    trainer.rewards.max_failure_rate = 1.0
+    logs = trainer.train()
+    broken = _error(lambda: make(root, "never", 1, reward=never).train())
+    return {"failed": logs["reward/failed"], "finite": logs["actor/grad_norm"], "broken": broken}
+
+
+def _error(call: Any) -> str:
+    try:
+        call()
+    except (ExchangeError, RewardFailure) as error:
+        return str(error)
+    return "no error"
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
