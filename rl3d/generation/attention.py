@@ -43,13 +43,10 @@ class CachedSelfAttention(SelfAttention):
         if not isinstance(context, GenerationContext):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         query, key, value = self.get_query_key_value_tensors(hidden_states)
-        out = context.attend(
-            self.layer_number - 1,
-            query[:, 0],
-            key[:, 0],
-            value[:, 0],
-            kwargs.get("rotary_pos_emb"),
-            self._yarn_concentration_factor,
-            self.config.softmax_scale,
-        )
+        query, key = query[:, 0], key[:, 0]
+        rotary = kwargs.get("rotary_pos_emb")
+        if rotary is not None:
+            scale = self._yarn_concentration_factor
+            query, key = context.rotate(query, rotary, scale), context.rotate(key, rotary, scale)
+        out = context.attend(self.layer_number - 1, query, key, value[:, 0], self.config.softmax_scale)
         return self.linear_proj(out[:, None])

@@ -51,49 +51,50 @@ class GenerationContext(BaseInferenceContext):
         """Whole prompts, packed one after the other, then ``padding`` tokens that are thrown away."""
         device = self.cache.device
         self._decode, self._rope, self._lengths, self._padding = False, None, lengths, padding
+        self._batch = sum(lengths)
         ranges = [torch.arange(n, device=device) for n in lengths]
         rows = [self.cache.rows(slot, r) for slot, r in zip(slots, ranges, strict=True)]
         self._write_rows = torch.cat(rows)
         self.positions = torch.cat([*ranges, torch.zeros(padding, dtype=torch.int64, device=device)])
         self.last = torch.tensor(lengths, device=device).cumsum(0) - 1
 
-    def plan_decode(self, positions_B: torch.Tensor, longest: int) -> None:
-        """One token of each of the slots ``0 .. B - 1`` at ``positions_B``; no position exceeds ``longest - 1``."""
-        batch = positions_B.shape[0]
-        self._decode, self._rope, self.positions, self._batch = True, None, positions_B, batch
+    def plan_decode(self, positions_T: torch.Tensor, batch: int, longest: int) -> None:
+        """One token of each of the slots ``0 .. batch - 1``; no position exceeds ``longest - 1``.
+
+        ``positions_T`` may be longer than ``batch``: the rest are tokens that are thrown away.
+        """
+        self._decode, self._rope, self.positions, self._batch = True, None, positions_T, batch
+        self._padding = positions_T.shape[0] - batch
         self._width = min(-(-longest // _WINDOW_STEP) * _WINDOW_STEP, self.max_sequence_length)
-        columns = torch.arange(self._width, device=positions_B.device)
+        positions_B = positions_T[:batch]
+        columns = torch.arange(self._width, device=positions_T.device)
         self._mask = (columns <= positions_B[:, None])[:, None, None]
-        slots = torch.arange(batch, device=positions_B.device)
-        self._write_rows = self.cache.rows(slots, positions_B)
+        self._write_rows = self.cache.rows(torch.arange(batch, device=positions_T.device), positions_B)
         self._window_rows = self.cache.window_rows(batch, self._width)
 
     # ---- attention
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rotary: torch.Tensor | None,
-        rotary_scale: float,
-        softmax_scale: float | None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Rotate, store, attend. query [T, heads, D], key and value [T, kv_heads, D] -> [T, heads * D].
+        """Store keys and values, attend. query [T, heads, D], key and value [T, kv_heads, D] -> [T, heads * D].
 
-        ``layer`` counts from 0 on this rank; ``rotary`` is megatron-core's table of angles [S, 1, 1, R], R <= D.
+        ``layer`` counts from 0 on this rank; query and key are rotated already; ``scale`` ``None`` is 1 / sqrt(D).
         """
-        if rotary is not None:
-            key = self._rotate(key, rotary, rotary_scale)
-            query = self._rotate(query, rotary, rotary_scale)
+        real = self._batch
+        self.cache.write(layer, self._write_rows, key[:real], value[:real])
         attend = self._attend_decode if self._decode else self._attend_prefill
-        return attend(layer, query, key, value, softmax_scale)
+        out = attend(layer, query[:real], key, value, scale)
+        return F.pad(out, (0, 0, 0, self._padding)) if self._padding else out
 
-    def _rotate(self, x: torch.Tensor, rotary: torch.Tensor, scale: float) -> torch.Tensor:
-        """Rotary embedding of [T, n, D] in x's dtype, term by term as megatron-core's training path computes it."""
+    def rotate(self, x: torch.Tensor, rotary: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Rotary embedding of [T, n, D] in x's dtype, term by term as megatron-core's training path computes it.
+
+        ``rotary`` is megatron-core's table of angles [S, 1, 1, R], R <= D; its cosines are kept between steps.
+        """
         if self._rope_table is None or self._rope_source is not rotary or self._rope_table[0].dtype != x.dtype:
-            angles = rotary[:, 0, 0].float()
+            # megatron-core keeps it on the GPU when there is one, whatever device the model is on
+            angles = rotary[:, 0, 0].to(x.device, torch.float32)
             self._rope_source = rotary
             self._rope_table = ((angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype))
         if self._rope is None:
@@ -111,7 +112,6 @@ class GenerationContext(BaseInferenceContext):
     def _attend_decode(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        self.cache.write(layer, self._write_rows, key, value)
         keys, values = self.cache.window(layer, self._batch, self._width, self._window_rows)
         batch, heads, size = query.shape
         # The query heads that share a key/value head ride in the sequence dimension: nothing is repeated.
@@ -122,9 +122,7 @@ class GenerationContext(BaseInferenceContext):
     def _attend_prefill(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        total = query.shape[0] - self._padding
-        self.cache.write(layer, self._write_rows, key[:total], value[:total])
-        out = torch.zeros_like(query)
+        out = torch.empty_like(query)
         start = 0
         for length in self._lengths:
             q, k, v = (x[start : start + length].transpose(0, 1)[None] for x in (query, key, value))

@@ -10,7 +10,7 @@ Pages for prompt and response are reserved when a sequence is admitted, so a run
 import torch
 
 SCRATCH = 0
-"""The page that padding rows of a batch write to and read from; no sequence ever owns it."""
+"""The page that unused entries of the table name; windows read it behind their mask, no sequence owns it."""
 
 
 class KVCache:
@@ -22,7 +22,6 @@ class KVCache:
         max_sequence_length: most tokens (prompt and response) of a sequence.
         page_size: tokens a page. At least ``max_sequence_length`` means one page per sequence, without gathers.
         pages: size of the pool in pages, scratch not counted; by default every slot can hold the longest sequence.
-        min_rows: decode batches are padded to at least this many rows; those need slots too.
     """
 
     def __init__(
@@ -37,14 +36,13 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         pages: int | None = None,
-        min_rows: int = 1,
     ) -> None:
         self.max_sequences = max_sequences
         self.max_sequence_length = max_sequence_length
         self.contiguous = page_size >= max_sequence_length
         self.page_size = max_sequence_length if self.contiguous else page_size
         self.pages_per_sequence = -(-max_sequence_length // self.page_size)
-        self.slots = max(max_sequences, min_rows)
+        self.slots = max_sequences
         if self.contiguous:
             pages = self.slots
         self.pages = max_sequences * self.pages_per_sequence if pages is None else pages

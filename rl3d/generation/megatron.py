@@ -7,14 +7,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from rl3d.generation.body import Body, MegatronBody
+from rl3d.generation.body import CPU_MIN_ROWS, Body, make_body
 from rl3d.generation.context import GenerationContext
 from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Progress, Request, Result
 from rl3d.generation.kv_cache import KVCache
 from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
 from rl3d.generation.scheduler import Admission, RunningSequence, Scheduler, expand
-
-_CPU_MIN_ROWS = 4  # fp32 products of three or fewer rows take another kernel on CPU and differ in the last bit
 
 
 class StaleWeightsError(RuntimeError):
@@ -35,6 +33,7 @@ class MegatronGenerator:
             paged kernel.
         pages: pages of the pool; by default every slot can hold the longest sequence.
         max_prefill_tokens: prompt tokens computed in one forward pass.
+        body: forward pass, see :func:`rl3d.generation.body.make_body`.
 
     Attributes:
         weights_version: version of the weights in ``model``; whoever loads weights sets it. ``None``: nothing loaded.
@@ -54,12 +53,13 @@ class MegatronGenerator:
         page_size: int | None = None,
         pages: int | None = None,
         max_prefill_tokens: int = 2048,
+        body: str = "auto",
     ) -> None:
         self.model, self.device = model.eval(), torch.device(device)
         self.group = tp_group if tp_group is not None and tp_group.size() > 1 else None
         self.vocab_size = vocab_size
         self.max_sequences, self.max_prefill_tokens = max_sequences, max_prefill_tokens
-        self.min_rows = _CPU_MIN_ROWS if self.device.type == "cpu" else 1
+        self.min_rows = CPU_MIN_ROWS if self.device.type == "cpu" else 1
         attention = model.decoder.layers[0].self_attention
         self.cache = KVCache(
             len(model.decoder.layers),
@@ -69,12 +69,11 @@ class MegatronGenerator:
             max_sequence_length=max_sequence_length,
             page_size=max_sequence_length if page_size is None else page_size,
             pages=pages,
-            min_rows=self.min_rows,
             dtype=dtype,
             device=self.device,
         )
         self.context = GenerationContext(self.cache)
-        self.body: Body = MegatronBody(model, self.context)
+        self.body: Body = make_body(model, self.context, self.group, body)
         self.sampler = Sampler(vocab_size, model.vocab_size, self.group, self.device)
         self.weights_version: int | None = None
         self.expected_version: int | None = None
@@ -138,7 +137,7 @@ class MegatronGenerator:
                 else:
                     first = 0
                     if state is None:
-                        state = _DecodeState(scheduler.running, self.min_rows, self.device)
+                        state = _DecodeState(scheduler.running, self.body.decode_rows, self.device)
                     draw = self._decode(state)
                 ended = self._accept(scheduler, first, draw)
                 tokens += draw.tokens.shape[0]
@@ -174,7 +173,7 @@ class MegatronGenerator:
 
     def _decode(self, state: "_DecodeState") -> Draw:
         """One token for every running sequence."""
-        self.context.plan_decode(state.positions, state.longest)
+        self.context.plan_decode(state.positions, state.rows, state.longest)
         logits = self.body.forward(state.tokens, None)[: state.rows]
         state.positions += 1
         state.longest += 1

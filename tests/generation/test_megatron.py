@@ -38,10 +38,14 @@ FILTERED = [  # filters of all kinds in one batch, a greedy and an unfiltered ro
 ENGINES = {
     "one page each": {"max_sequences": 4},
     "pages of 8": {"max_sequences": 5, "page_size": 8},
-    "pages of 16, few": {"max_sequences": 9, "page_size": 16, "pages": 12},
+    "pages of 16, few": {"max_sequences": 9, "page_size": 16, "pages": 12, "body": "megatron"},
     "one at a time": {"max_sequences": 1, "max_prefill_tokens": 8},
 }
-GREEDY_RUNS = [("tied", 1), ("tied", 2), ("tied", 4), ("untied", 1), ("untied", 4), ("few_kv_heads", 4)]
+GREEDY_RUNS = [
+    ("tied", 1, "one page each"), ("tied", 2, "one page each"), ("tied", 4, "one page each"),
+    ("tied", 2, "pages of 16, few"), ("untied", 1, "one page each"), ("untied", 4, "one page each"),
+    ("few_kv_heads", 4, "pages of 8"),
+]  # fmt: skip
 SAMPLED_RUNS = [(1, "one page each"), (1, "pages of 8"), (1, "one at a time"), (2, "pages of 8"),
                 (4, "pages of 16, few")]  # fmt: skip
 FILTERED_RUNS = [(1, "one page each"), (2, "pages of 8"), (4, "pages of 16, few")]
@@ -57,8 +61,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def answers(models: dict[str, Path]) -> dict[Any, Any]:
     """Results of every job, from one launch of four ranks: (what, model, tp, engine) -> results."""
     jobs: dict[Any, Job] = {}
-    for model, tp in GREEDY_RUNS:
-        jobs["greedy", model, tp, "one page each"] = Job(str(models[model]), tp, GREEDY, ENGINES["one page each"])
+    for model, tp, name in GREEDY_RUNS:
+        jobs["greedy", model, tp, name] = Job(str(models[model]), tp, GREEDY, ENGINES[name])
     for what, requests, runs in (("sampled", SAMPLED, SAMPLED_RUNS), ("filtered", FILTERED, FILTERED_RUNS)):
         for tp, name in runs:
             jobs[what, "tied", tp, name] = Job(str(models["tied"]), tp, requests, ENGINES[name], split=tp < 4)
@@ -95,10 +99,10 @@ def hf_logprobs(model: Any, prompt: list[int], tokens: list[int], temperature: f
 def test_greedy_equals_transformers(answers: Any, references: Any, model: str) -> None:
     expected = [hf_greedy(references[model], r.prompt_ids, r.params.max_new_tokens) for r in GREEDY]
     assert len({token for tokens in expected for token in tokens}) > 30  # the model does not just repeat
-    for name, tp in GREEDY_RUNS:
+    for name, tp, engine in GREEDY_RUNS:
         if name == model:
-            results = answers["greedy", model, tp, "one page each"]
-            assert [r["token_ids"] for r in results] == expected, f"TP {tp}"
+            results = answers["greedy", model, tp, engine]
+            assert [r["token_ids"] for r in results] == expected, (tp, engine)
             assert {r["finish_reason"] for r in results} == {"length"}
 
 

@@ -169,6 +169,29 @@ def test_pages_are_returned_even_when_a_callback_fails(model: Path, groups: Any)
     assert len(engine.cache.free) == free
 
 
+def test_the_body_can_be_chosen(model: Path, groups: Any, engine: Any) -> None:
+    from rl3d.generation.body import MegatronBody
+    from rl3d.generation.lean import LeanBody
+
+    modules = build_engine(str(model), groups, body="megatron")
+    assert isinstance(modules.body, MegatronBody) and isinstance(engine.body, LeanBody)
+    request = Request(PROMPT, SamplingParams(30, n=3))
+    for a, b in zip(modules.generate([request]), engine.generate([request]), strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    with pytest.raises(ValueError, match="body 'triton': expected"):
+        build_engine(str(model), groups, body="triton")
+
+
+def test_a_model_that_the_lean_body_does_not_know_is_named(model: Path, groups: Any) -> None:
+    from rl3d.generation.body import make_body
+
+    engine = build_engine(str(model), groups)
+    engine.model.config.fp32_residual_connection = True
+    with pytest.raises(ValueError, match="fp32_residual_connection = True, expected False"):
+        make_body(engine.model, engine.context, None, "lean")
+
+
 def test_stale_or_missing_weights_are_refused_and_new_ones_are_seen(model: Path, groups: Any) -> None:
     engine = build_engine(str(model), groups)
     old = engine.generate([Request(PROMPT, GREEDY)])[0].token_ids

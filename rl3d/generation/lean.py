@@ -1,0 +1,85 @@
+"""A forward pass without megatron-core's module machinery, over the same parameters.
+
+Decoding a token is a few dozen small products a layer; on a CPU the modules' Python costs as much as a third of them.
+This body reads the parameters of the megatron-core modules, so weights replaced in place are seen, and computes what
+they compute, term by term. It knows the plain decoder: RMSNorm, rotary, grouped queries, gated SiLU, no MoE; for
+anything else :class:`rl3d.generation.body.MegatronBody` runs the modules themselves.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+
+from rl3d.generation.context import GenerationContext
+
+_FEW_ROWS = 64  # up to here W @ x^T beats x @ W^T on a CPU, and its rows do not depend on how many there are
+
+
+def reason_against(model: GPTModel, tp: int) -> str | None:
+    """Why this body cannot compute ``model``; ``None`` when it can."""
+    config = model.config
+    expected = {
+        "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False,
+        "multi_latent_attention": False, "num_moe_experts": None, "qk_layernorm": False, "mtp_num_layers": None,
+        "fp32_residual_connection": False, "sequence_parallel": False, "use_mup": False,
+        "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
+    }  # fmt: skip
+    for name, value in expected.items():
+        if getattr(config, name, value) != value:
+            return f"{name} = {getattr(config, name)!r}, expected {value!r}"
+    if config.num_query_groups < tp:
+        return f"{config.num_query_groups} key/value heads on {tp} ranks (the modules gather QKV)"
+    if model.position_embedding_type != "rope":
+        return f"position embedding {model.position_embedding_type!r}, expected 'rope'"
+    return None
+
+
+class LeanBody:
+    """See the module. ``tp_group`` is ``None`` on one rank."""
+
+    def __init__(self, model: GPTModel, context: GenerationContext, tp_group: dist.ProcessGroup | None) -> None:
+        self.model, self.context, self.group = model, context, tp_group
+        self.cpu = context.cache.device.type == "cpu"
+        self.decode_rows = 2 if self.cpu else 1
+        attention = model.decoder.layers[0].self_attention
+        self.groups = attention.num_query_groups_per_partition
+        self.head_dim = attention.hidden_size_per_attention_head
+        self.scale = model.config.softmax_scale
+
+    def forward(self, ids_T: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
+        """Logits [N, padded_vocab / tp] at the packed tokens ``rows_N`` (all when ``None``, a decode step)."""
+        model = self.model
+        linear = _few_rows_linear if self.cpu and rows_N is None and len(ids_T) <= _FEW_ROWS else F.linear
+        x = model.embedding.word_embeddings(ids_T)
+        rotary = model.rotary_pos_emb(self.context.max_sequence_length)
+        for index, layer in enumerate(model.decoder.layers):
+            x = x + self._reduce(self._attention(index, layer.self_attention, layer.input_layernorm(x), rotary, linear))
+            gate_up = linear(layer.pre_mlp_layernorm(x), layer.mlp.linear_fc1.weight)
+            gate, up = gate_up.chunk(2, -1)
+            x = x + self._reduce(linear(F.silu(gate) * up, layer.mlp.linear_fc2.weight))
+        x = model.decoder.final_layernorm(x if rows_N is None else x.index_select(0, rows_N))
+        tied = model.share_embeddings_and_output_weights
+        return linear(x, model.shared_embedding_or_output_weight() if tied else model.output_layer.weight)
+
+    def _attention(self, index: int, module: Any, x: torch.Tensor, rotary: torch.Tensor, linear: Any) -> torch.Tensor:
+        qkv = linear(x, module.linear_qkv.weight)
+        if module.linear_qkv.bias is not None:
+            qkv = qkv + module.linear_qkv.bias
+        # per key/value head: its query heads, its key, its value
+        qkv = qkv.view(x.shape[0], self.groups, -1, self.head_dim)
+        turned = self.context.rotate(qkv[:, :, :-1].flatten(1, 2), rotary).unflatten(1, (self.groups, -1))
+        query = turned[:, :, :-1].flatten(1, 2)
+        out = self.context.attend(index, query, turned[:, :, -1], qkv[:, :, -1], self.scale)
+        return linear(out, module.linear_proj.weight)
+
+    def _reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+
+def _few_rows_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.mm(weight, x.t()).t().contiguous()
