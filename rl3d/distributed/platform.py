@@ -7,7 +7,6 @@ schedules run over gloo. With CUDA present nothing is patched.
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import logging
 import os
 import sys
@@ -21,7 +20,6 @@ _KNOWN_LINES = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),
     ("torch.distributed.elastic.multiprocessing.redirects", "NOTE: Redirects are currently not supported"),
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
-    ("megatron.core.models.common.embeddings.rotary_pos_embedding", "Setting apply_rope_fusion to false"),
 )
 # (beginning of the message, category): the same for `warnings`; message is a regular expression matched at the start.
 _KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
@@ -160,6 +158,8 @@ def _patch_random(module: ModuleType) -> None:
     def set_state(new_state: Any, device: Any = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)  # the original queues the call until CUDA is initialised, that is for ever
 
+    # The two generators are one here, so this is always so.
+    logging.getLogger(module.__name__).addFilter(_DropLine("CPU RNG state changed within GPU RNG context"))
     module._get_cuda_rng_state = get_state  # type: ignore[attr-defined]
     module._set_cuda_rng_state = set_state  # type: ignore[attr-defined]
 
@@ -208,22 +208,20 @@ class _HookLoader(importlib.abc.Loader):
 
 
 class _HookFinder(importlib.abc.MetaPathFinder):
-    searching = False
+    """Finds nothing itself: has the other finders look, and wraps the loader of a module that has a hook."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         hook = _hooks.get(fullname)
-        if hook is None or self.searching:
+        if hook is None:
             return None
-        self.searching = True  # the search below asks every finder, this one too
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self.searching = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _HookLoader(spec.loader, hook)
-        return spec
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _HookLoader(spec.loader, hook)
+                return spec
+        return None
 
 
 def _when_imported(name: str, hook: Callable[[ModuleType], None]) -> None:

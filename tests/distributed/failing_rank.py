@@ -17,9 +17,7 @@ def main(mode: str) -> None:
     with failures.guard(runtime):
         total = torch.ones(1)
         dist.all_reduce(total)
-        print(
-            f"rank {runtime.rank}/{runtime.world_size} local {runtime.local_rank} nodes {runtime.nodes} ok", flush=True
-        )
+        print(f"rank {runtime.rank}/{runtime.world_size} local {runtime.local_rank} nodes {runtime.nodes} ok", flush=True)
         if mode == "raise" and runtime.rank == 1:
             raise ValueError("deliberate")
         if mode == "rank0" and runtime.rank == 0:

@@ -53,9 +53,7 @@ def _start_launcher(mode: str, directory: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_rank_zero_to_the_terminal_and_every_rank_to_its_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rank_zero_to_the_terminal_and_every_rank_to_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch_local([FAKE, "ok"], 3, log_dir=tmp_path / "logs") == 0
     out = capsys.readouterr().out
     assert out.startswith("rank 0 of 3 on port ") and out.count("\n") == 1
@@ -74,9 +72,7 @@ def test_threads_are_shared_out_unless_the_user_has_said(tmp_path: Path) -> None
         assert out.getvalue().split() == ["0", "127.0.0.1", expected]
 
 
-def test_a_failing_rank_ends_all_and_its_traceback_is_shown_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_rank_ends_all_and_its_traceback_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
     code = launch_local([FAKE, "raise", str(tmp_path)], 3, log_dir=tmp_path)
     assert code == 1
