@@ -7,7 +7,7 @@ A label is the next token of the same sequence, so the last token of a sequence 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -106,8 +106,8 @@ class PackedRow:
 
     def to(self, device: torch.device | str) -> "PackedRow":
         """The same row on another device."""
-        tensors = {f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-        return replace(self, **tensors)
+        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.type is Tensor}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def build_row(

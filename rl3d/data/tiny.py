@@ -6,6 +6,7 @@ right answers are worth half, and only a model that reads its prompt comes close
 """
 
 import io
+import json
 import os
 import random
 import string
@@ -39,7 +40,8 @@ def train_tokenizer(directory: str | Path, seed: int = 0) -> Any:
     same file. Returns the tokenizer.
     """
     import sentencepiece
-    from transformers import LlamaTokenizer
+    from tokenizers import Tokenizer
+    from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -54,6 +56,7 @@ def train_tokenizer(directory: str | Path, seed: int = 0) -> Any:
         byte_fallback=False,
         character_coverage=1.0,
         normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
         unk_id=_UNK,
         bos_id=_BOS,
         eos_id=_EOS,
@@ -62,17 +65,13 @@ def train_tokenizer(directory: str | Path, seed: int = 0) -> Any:
         minloglevel=2,
     )
     (directory / "tokenizer.model").write_bytes(model.getvalue())
+    tokens: dict[str, Any] = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     with quiet_transformers():
-        tokenizer = LlamaTokenizer.from_pretrained(
-            str(directory),
-            local_files_only=True,
-            unk_token="<unk>",
-            bos_token="<s>",
-            eos_token="</s>",
-            pad_token="<pad>",
-            add_bos_token=True,
-            add_eos_token=False,
-        )
+        converted = LlamaTokenizer.from_pretrained(str(directory), local_files_only=True, add_bos_token=True, **tokens)
+        # LlamaTokenizer counts on byte pieces for unknown characters and, without them, drops such characters silently.
+        backend = json.loads(converted.backend_tokenizer.to_str())
+        backend["model"].update(unk_token="<unk>", byte_fallback=False)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)), **tokens)
         tokenizer.save_pretrained(str(directory))
     return tokenizer
 
