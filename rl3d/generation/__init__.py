@@ -1,1 +1,27 @@
-"""Generation: noise, sampler, key/value cache, scheduler and the built-in engine on megatron-core modules."""
+"""Generation: noise, sampler, key/value cache, scheduler and the engines.
+
+The interface (:mod:`rl3d.generation.engine`) imports neither torch nor megatron-core; engines load on first use.
+"""
+
+from typing import Any
+
+from rl3d.generation.engine import GenerationEngine, GenerationError, Progress, Request, Result, SamplingParams
+
+_LAZY = {
+    "MegatronGenerator": "rl3d.generation.megatron",
+    "StaleWeightsError": "rl3d.generation.megatron",
+    "CachedSelfAttention": "rl3d.generation.attention",
+}
+
+__all__ = [
+    "CachedSelfAttention", "GenerationEngine", "GenerationError", "MegatronGenerator", "Progress", "Request", "Result",
+    "SamplingParams", "StaleWeightsError",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from rl3d.generation.attention import CachedSelfAttention
 from rl3d.generation.context import GenerationContext
 
 CPU_MIN_ROWS = 16
@@ -33,6 +34,12 @@ class MegatronBody:
     """
 
     def __init__(self, model: GPTModel, context: GenerationContext) -> None:
+        attention = model.decoder.layers[0].self_attention
+        if not isinstance(attention, CachedSelfAttention):
+            raise ValueError(
+                f"the model's attention is {type(attention).__name__}, expected CachedSelfAttention; "
+                f"build it with build_model(..., mode='generate', self_attention=CachedSelfAttention)"
+            )
         self.model, self.context = model, context
         self.decode_rows = CPU_MIN_ROWS if context.cache.device.type == "cpu" else 1
 

@@ -83,6 +83,11 @@ class KVCache:
         self._reset()
         return freed
 
+    def clear(self) -> None:
+        """Zero the pool: after values that are not numbers, since a masked 0 * NaN would poison later sequences."""
+        if self.pool is not None:
+            self.pool.zero_()
+
     # ---- pages
 
     def pages_for(self, tokens: int) -> int:

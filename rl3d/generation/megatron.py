@@ -58,6 +58,7 @@ class MegatronGenerator:
         self.model, self.device = model.eval(), torch.device(device)
         self.group = tp_group if tp_group is not None and tp_group.size() > 1 else None
         self.vocab_size = vocab_size
+        _check_limits(model, max_sequences, max_sequence_length, page_size, pages, max_prefill_tokens)
         self.max_sequences, self.max_prefill_tokens = max_sequences, max_prefill_tokens
         self.min_rows = CPU_MIN_ROWS if self.device.type == "cpu" else 1
         attention = model.decoder.layers[0].self_attention
@@ -146,6 +147,9 @@ class MegatronGenerator:
                     finish(scheduler.retire(ended))
                 if on_step is not None:
                     on_step(Progress(len(scheduler.waiting), len(scheduler.running), finished, tokens))
+        except FloatingPointError:
+            self.cache.clear()
+            raise
         finally:
             for row in range(len(scheduler.running)):
                 self.cache.release(row)
@@ -250,6 +254,21 @@ class MegatronGenerator:
                 f"the {len(digests)} tensor-parallel ranks of this replica were given different requests (digests "
                 f"{[f'{d:014x}' for d in digests]}); pass the same list on all of them"
             )
+
+
+def _check_limits(model: GPTModel, max_sequences: int, max_sequence_length: int, page_size: int | None,
+                  pages: int | None, max_prefill_tokens: int) -> None:  # fmt: skip
+    for name, value in (("max_sequences", max_sequences), ("max_sequence_length", max_sequence_length),
+                        ("page_size", page_size), ("pages", pages), ("max_prefill_tokens", max_prefill_tokens)):  # fmt: skip
+        if value is not None and value < 1:
+            raise ValueError(f"generator: {name} = {value}, expected at least 1")
+    if max_sequence_length > model.max_sequence_length:
+        raise ValueError(
+            f"generator: max_sequence_length {max_sequence_length} exceeds the {model.max_sequence_length} positions "
+            f"that the model knows (max_position_embeddings); lower it"
+        )
+    if not (model.pre_process and model.post_process):
+        raise ValueError("generator: the model is one pipeline stage; generation needs all layers (pp = 1)")
 
 
 class _DecodeState:

@@ -192,6 +192,13 @@ def test_a_model_that_the_lean_body_does_not_know_is_named(model: Path, groups: 
         make_body(engine.model, engine.context, None, "lean")
 
 
+def test_impossible_limits_are_refused(model: Path, groups: Any) -> None:
+    with pytest.raises(ValueError, match="max_sequence_length 257 exceeds the 256 positions"):
+        build_engine(str(model), groups, max_sequence_length=257)
+    with pytest.raises(ValueError, match="max_sequences = 0"):
+        build_engine(str(model), groups, max_sequences=0)
+
+
 def test_stale_or_missing_weights_are_refused_and_new_ones_are_seen(model: Path, groups: Any) -> None:
     engine = build_engine(str(model), groups)
     old = engine.generate([Request(PROMPT, GREEDY)])[0].token_ids
@@ -210,7 +217,13 @@ def test_stale_or_missing_weights_are_refused_and_new_ones_are_seen(model: Path,
 
 def test_logits_that_are_not_numbers_are_an_error(model: Path, groups: Any) -> None:
     engine = build_engine(str(model), groups)
+    before = engine.generate([Request(PROMPT, GREEDY)])[0].token_ids
+    weight = engine.model.decoder.layers[0].input_layernorm.weight
+    good = weight.detach().clone()
     with torch.no_grad():
-        engine.model.decoder.final_layernorm.weight.fill_(float("nan"))
+        weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="request 0"):
-        engine.generate([Request(PROMPT, SamplingParams(3))])
+        engine.generate([Request(PROMPT * 8, SamplingParams(3))])
+    with torch.no_grad():
+        weight.copy_(good)
+    assert engine.generate([Request(PROMPT, GREEDY)])[0].token_ids == before  # the cache kept none of it
