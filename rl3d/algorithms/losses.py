@@ -114,9 +114,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: 
     return _inside(mask, value)
 
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None = 0.5
-) -> TokenLoss:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None = 0.5) -> TokenLoss:
     """Half the squared error to the returns, clipped around the old values as in OpenAI's PPO2 and verl.
 
     ``clip=None`` turns clipping off. Sums: ``tokens``; ``vf_clipfrac`` tokens whose clipped error is the larger one;

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from rl3d.data.quiet import quiet_transformers
+from rl3d.data.hf_files import quiet_transformers, share_weights
 
 MARKER = "rl3d_prepared.json"
 """Written last into a finished directory: from which package and file it was made."""
@@ -43,7 +43,6 @@ def prepare(name: str, directory: str | Path | None = None, dtype: str = "float3
         place.mkdir()
         source = MODELS[name](place, dtype)
         (place / MARKER).write_text(json.dumps({"model": name, "source": source, "dtype": dtype}, indent=1) + "\n")
-        place.chmod(0o755)
         try:
             os.replace(place, directory)
         except OSError:
@@ -80,6 +79,7 @@ def _smollm2(place: Path, dtype: str) -> str:
         )
         model.save_pretrained(str(place))
         tokenizer.save_pretrained(str(place))
+    share_weights(place)
     return f"{gguf.parent.name}/{gguf.name}"
 
 

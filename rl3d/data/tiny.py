@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl3d.data.quiet import quiet_transformers
+from rl3d.data.hf_files import quiet_transformers, share_weights
 from rl3d.data.sources import DataError, Row
 
 _SYMBOLS = string.ascii_lowercase + string.digits + ":"
@@ -107,5 +107,6 @@ def make_tiny_model(directory: str | Path, config: Mapping[str, Any], seed: int 
             model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
             model.generation_config = GenerationConfig(**ids)
             model.save_pretrained(str(place))
+        share_weights(place)
         os.replace(place, directory)
     return directory
