@@ -5,8 +5,10 @@ fp32 master weights and fp32 gradient accumulation).
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,9 +58,12 @@ class ZeroEngine:
             parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay,
             fused=True,
         )  # fmt: skip
+        # DeepSpeed takes LOCAL_RANK for the device, which it is not where each rank sees one GPU, or ranks share one
+        index = parameters[0].device.index if parameters[0].is_cuda else int(os.environ.get("LOCAL_RANK", 0))
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, mpu=ModelParallelUnit(groups), config=config, dist_init_required=False
-        )
+            args=SimpleNamespace(device_rank=index), model=model, optimizer=optimizer, mpu=ModelParallelUnit(groups),
+            config=config, dist_init_required=False,
+        )  # fmt: skip
         self.optimizer = self.engine.optimizer
 
     # ---- one step

@@ -86,5 +86,5 @@ def _replica_gap(weights: dict[str, torch.Tensor], arch: Architecture, groups: A
             dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
             gap = max(gap, float((high - low).abs().max()))
     worst = torch.tensor([gap])
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=runtime.cpu_group)
     return float(worst)
