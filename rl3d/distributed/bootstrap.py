@@ -27,10 +27,10 @@ class Runtime:
     local_world_size: int
     node_rank: int
     device: torch.device
-    backend: str  # "nccl" | "gloo": the backend of the default group
+    backend: str  # "nccl" | "gloo": what carries CUDA tensors (gloo on a CPU); CPU tensors always go through gloo
     timeout_s: float  # of every collective and every wait
     nodes: tuple[int, ...]  # node of each rank; nodes are numbered in order of their first rank
-    cpu_group: Any  # gloo over all ranks, for Python objects; the default group itself on a CPU
+    cpu_group: Any  # all ranks; takes CPU tensors and Python objects without touching the device
     store: Any  # c10d store shared by all ranks; threads take a connection of their own with new_store()
     starter: str = "single"
     before_leaving: list[Callable[[], None]] = field(default_factory=list, repr=False)  # called by shutdown()
@@ -104,15 +104,16 @@ def init(timeout_s: float = 600, device: str = "auto") -> Runtime:
         chosen = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(chosen)
         backend = _cuda_backend(shared)
+    # On CUDA the default group has both: CPU tensors, Python objects and dist.barrier() go through gloo. A barrier of
+    # NCCL would block the device's queue, and with it what a ControlChannel carries out meanwhile. A bound device_id
+    # would make barriers NCCL's again.
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
         store=dist.PrefixStore("rl3d/c10d", store),
         rank=place.rank,
         world_size=place.world_size,
         timeout=timeout,
-        device_id=chosen if backend == "nccl" else None,
     )
-    cpu_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     _runtime = Runtime(
         rank=place.rank,
         world_size=place.world_size,
@@ -123,7 +124,7 @@ def init(timeout_s: float = 600, device: str = "auto") -> Runtime:
         backend=backend,
         timeout_s=timeout_s,
         nodes=nodes,
-        cpu_group=cpu_group,
+        cpu_group=dist.group.WORLD,
         store=dist.PrefixStore("rl3d/run", store),
         starter=place.starter,
     )
@@ -150,7 +151,10 @@ def init_deepspeed() -> None:
     if not deepspeed.comm.is_initialized():
         timeout = timedelta(seconds=_runtime.timeout_s if _runtime else 600)
         deepspeed.init_distributed(
-            dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False, timeout=timeout
+            dist_backend=_runtime.backend if _runtime else dist.get_backend(),
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=timeout,
         )
 
 

@@ -33,7 +33,7 @@ class Toy:
         )
 
     def _switch(self, mode: str) -> int:
-        ones = torch.ones(1)
+        ones = torch.ones(1, device=self.runtime.device)
         dist.all_reduce(ones, group=self.group)
         self.mode = mode
         self.runs.append(mode)
@@ -91,7 +91,7 @@ def all_ranks(runtime: Runtime) -> dict[str, Any]:
     toy = Toy(runtime, "all")
     results = [toy.channel.call("generation"), toy.channel.call("training"), toy.channel.call("nested")]
     switch = _median_seconds(lambda: toy.channel.call("generation"))
-    bare = _median_seconds(lambda: dist.all_reduce(torch.ones(1), group=toy.group))
+    bare = _median_seconds(lambda: dist.all_reduce(torch.ones(1, device=runtime.device), group=toy.group))
     toy.channel.close()
     return {"results": results, "threads": toy.gather(sorted(set(toy.threads))), "overhead_ms": (switch - bare) * 1e3}
 

@@ -1,4 +1,4 @@
-"""A guarded rank for `python -m`, torchrun, deepspeed and srun. Usage: failing_rank MODE; the culprit is rank 1."""
+"""A guarded rank for `python -m`, torchrun, deepspeed and srun. Usage: failing_rank MODE [DEVICE]."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from rl3d.distributed import bootstrap, failures, platform
 
 
-def main(mode: str) -> None:
+def main(mode: str, device: str = "cpu") -> None:
     platform.prepare()
-    runtime = bootstrap.init(timeout_s=60, device="cpu")
+    runtime = bootstrap.init(timeout_s=60, device=device)
     with failures.guard(runtime):
-        total = torch.ones(1)
+        total = torch.ones(1, device=runtime.device)
         dist.all_reduce(total)
         print(f"rank {runtime.rank}/{runtime.world_size} local {runtime.local_rank} nodes {runtime.nodes} ok", flush=True)
         if mode == "raise" and runtime.rank == 1:
@@ -28,7 +28,8 @@ def main(mode: str) -> None:
         if runtime.rank == runtime.world_size - 1:
             time.sleep(60)  # not in a collective: only the watcher can end it
         dist.barrier()
+        torch.cuda.synchronize()  # under NCCL the barrier is only queued so far
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
