@@ -8,12 +8,6 @@ import torch.distributed as dist
 from rl3d.distributed.bootstrap import Runtime
 
 
-def hello(runtime: Runtime, value: int) -> dict[str, Any]:
-    total = torch.tensor(float(value + runtime.rank))
-    dist.all_reduce(total)
-    return {"sum": total.item(), "threads": torch.get_num_threads(), "nodes": runtime.nodes}
-
-
 def one_fails(runtime: Runtime, culprit: int) -> None:
     if runtime.rank == culprit:
         raise ValueError(f"deliberate on rank {culprit}")

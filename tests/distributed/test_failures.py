@@ -86,9 +86,7 @@ def test_a_clean_end_under_torchrun_says_nothing_about_failures() -> None:
     assert "failed" not in run.stderr
 
 
-def test_run_ranks_brings_the_result_and_the_first_failing_traceback() -> None:
-    answer = run_ranks("tests.distributed.rank_checks:hello", 2, {"value": 3})
-    assert answer == {"sum": 7.0, "threads": 1, "nodes": [0, 0]}
+def test_run_ranks_brings_the_first_failing_traceback() -> None:
     with pytest.raises(RanksFailed) as error:
         run_ranks("tests.distributed.rank_checks:one_fails", 2, {"culprit": 1})
     assert "ValueError: deliberate on rank 1" in str(error.value)
