@@ -109,9 +109,7 @@ class ControlChannel:
         if self._closed.is_set():
             raise ControlError(f"{operation}: the channel is closed")
         if not self.lock.acquire(timeout=self.timeout_s):
-            raise ControlError(
-                f"{operation}: another thread of rank {self.rank} held the lock for {self.timeout_s:g} s"
-            )
+            raise ControlError(f"{operation}: another thread of rank {self.rank} held the lock for {self.timeout_s:g} s")
         try:
             if self.world_size == 1:
                 return self._inside(function)
@@ -273,9 +271,7 @@ class ControlChannel:
                             self._moved.wait()
                     continue
                 self._carry(store, sequence, entry["op"])
-        except (
-            RuntimeError
-        ) as error:  # the store has gone; rl3d.distributed.failures ends the rank if that is a failure
+        except RuntimeError as error:  # the store has gone; rl3d.distributed.failures ends the rank if that is a failure
             if not self._closed.is_set():
                 log.debug("control listener of rank %d stops: %s", self.rank, error)
 

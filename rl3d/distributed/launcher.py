@@ -165,9 +165,7 @@ class _Job:
             report = {}
         if report:
             rank = int(report["rank"])
-            return JobResult(
-                code if code > 0 else 1, rank, f"rank {rank} failed: {report['error']}", report["traceback"]
-            )
+            return JobResult(code if code > 0 else 1, rank, f"rank {rank} failed: {report['error']}", report["traceback"])
         if code < 0:
             name = _signal_name(-code)
             hint = " (out of memory? see `dmesg`)" if name == "SIGKILL" else ""
