@@ -8,14 +8,15 @@ from typing import Any
 from rl3d.generation.engine import GenerationEngine, GenerationError, Progress, Request, Result, SamplingParams
 
 _LAZY = {
+    "HFGenerator": "rl3d.generation.hf",
     "MegatronGenerator": "rl3d.generation.megatron",
     "StaleWeightsError": "rl3d.generation.megatron",
     "CachedSelfAttention": "rl3d.generation.attention",
 }
 
 __all__ = [
-    "CachedSelfAttention", "GenerationEngine", "GenerationError", "MegatronGenerator", "Progress", "Request", "Result",
-    "SamplingParams", "StaleWeightsError",
+    "CachedSelfAttention", "GenerationEngine", "GenerationError", "HFGenerator", "MegatronGenerator", "Progress", "Request",
+    "Result", "SamplingParams", "StaleWeightsError",
 ]  # fmt: skip
 
 

@@ -53,6 +53,26 @@ def hf(reference: Any, prompt: list[int], count: int, stops: list[int] | None = 
     return out[0, len(prompt) :].tolist()
 
 
+def test_both_engines_draw_the_same(engine: Any, reference: Any) -> None:
+    """transformers' own generate, padded batches and all, with the draws on its logits: same tokens, same numbers."""
+    from rl3d.generation import HFGenerator
+
+    prompts = [[3 + i] * (1 + 4 * i) + PROMPT for i in range(5)]
+    settings: list[dict[str, Any]] = [
+        {}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 9}, {"temperature": 0.0}, {"stop_token_ids": tuple(range(60))}
+    ]  # fmt: skip
+    requests = [
+        Request(p, SamplingParams(n, n=2, seed=5, **s), (1, i, 0))
+        for i, (p, n, s) in enumerate(zip(prompts, [12, 20, 0, 15, 30], settings, strict=True))
+    ]
+    seen: list[Result] = []
+    ours, theirs = engine.generate(requests), HFGenerator(reference, max_sequences=4).generate(requests, seen.append)
+    assert [vars(r) | {"logprobs": 0} for r in ours] == [vars(r) | {"logprobs": 0} for r in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    assert len(seen) == 10 and "stop" in {r.finish_reason for r in ours}
+
+
 def test_several_stop_tokens_end_a_sequence_as_in_transformers(engine: Any, reference: Any) -> None:
     free = hf(reference, PROMPT, 20)
     first = {token: i for i, token in reversed(list(enumerate(free)))}
