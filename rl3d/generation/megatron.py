@@ -267,6 +267,11 @@ def _check_limits(model: GPTModel, max_sequences: int, max_sequence_length: int,
             f"generator: max_sequence_length {max_sequence_length} exceeds the {model.max_sequence_length} positions "
             f"that the model knows (max_position_embeddings); lower it"
         )
+    if model.config.sequence_parallel:
+        raise ValueError(
+            "generator: the model was built with sequence_parallel = True, which splits single tokens over ranks; "
+            "build the generation model with sequence_parallel=False"
+        )
     if not (model.pre_process and model.post_process):
         raise ValueError("generator: the model is one pipeline stage; generation needs all layers (pp = 1)")
 
