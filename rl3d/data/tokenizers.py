@@ -27,6 +27,7 @@ def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) ->
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=trust_remote_code, padding_side="left"
         )
+    tokenizer.clean_up_tokenization_spaces = False  # it would take spaces out of the text that rewards see
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

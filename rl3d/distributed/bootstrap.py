@@ -332,4 +332,17 @@ def _cuda_backend(shared: bool) -> str:
     if not shared:
         return "nccl"
     os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    return "nccl" if tuple(torch.cuda.nccl.version()) >= (2, 30) else "gloo"
+    return "nccl" if _nccl_version() >= 23000 else "gloo"
+
+
+def _nccl_version() -> int:
+    """Version of the NCCL in this process, major * 10000 + minor * 100 + patch; torch tells the one it was built with."""
+    import ctypes
+
+    found = ctypes.c_int(0)
+    try:
+        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(found))
+    except AttributeError:  # NCCL is linked in, or loaded where the global scope does not show it
+        major, minor, patch = torch.cuda.nccl.version()[:3]
+        return major * 10000 + minor * 100 + patch
+    return found.value

@@ -32,6 +32,8 @@ _KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"No device id is provided via `init_process_group` or `barrier", UserWarning),
     (r"barrier\(\): using the device under current context", UserWarning),
     (r"`torch\.cuda\.amp\.custom_(fwd|bwd)", FutureWarning),
+    (r"Attempting to run cuBLAS, but there was no current CUDA context", UserWarning),  # autograd's own thread
+    (r".*invalid escape sequence", SyntaxWarning),  # in megatron-core's docstrings, when first compiled
     (r"torch\.distributed\._all_gather_base is a private function", FutureWarning),
     (r"torch\.distributed\._reduce_scatter_base is a private function", FutureWarning),
 )
@@ -74,6 +76,7 @@ def prepare() -> None:
         _when_imported("megatron.core.tensor_parallel.random", _patch_random)
     _when_imported("deepspeed.ops", _no_kernel_builds)
     _when_imported("deepspeed.utils.logging", _quiet_deepspeed)
+    _when_imported("deepspeed.runtime.bf16_optimizer", _no_memory_prints)
 
 
 def set_threads(ranks_on_node: int = 1) -> int:
@@ -183,6 +186,11 @@ def _quiet_deepspeed(module: ModuleType) -> None:
     for handler in logger.handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
             handler.setStream(sys.stderr)
+
+
+def _no_memory_prints(module: ModuleType) -> None:
+    """BF16_Optimizer prints memory figures while it is built, whatever the log level, and resets the peak counters."""
+    module.see_memory_usage = lambda *args, **kwargs: None  # type: ignore[attr-defined]
 
 
 # ---- run a function on a module right after it is imported

@@ -24,7 +24,6 @@ from rl3d.generation.engine import OnFinish, OnStep, Request, Result, SamplingPa
 from rl3d.io.export_hf import export_hf
 from rl3d.layout import GenLayout, TrainLayout
 
-
 _actors = itertools.count()  # every rank makes its actors in the same order, so the numbers agree
 
 
@@ -154,6 +153,7 @@ class Actor:
         The building block of :meth:`generate`, :meth:`rollout` and the trainer's sampling flow. Ranks that do not
         generate get an empty list.
         """
+
         def run() -> list[Result]:
             generator = self.hybrid.generator
             return [] if generator is None else generator.generate(requests, on_finish, on_step)
@@ -300,12 +300,15 @@ class Actor:
     def learn(self, samples: Sequence[TrainSample], mini_batches: Sequence[Sequence[int]], temperature: float,
               lr_of_step: Callable[[], float] | None = None, **hooks: Any) -> dict[str, float]:  # fmt: skip
         """Old log-probabilities, reference (when there is one) and all optimiser steps; see :class:`PolicyUpdate`."""
+
         def run() -> dict[str, float]:
             update = self.policy_update(samples, mini_batches, temperature)
             metrics = update.old_logprobs()
             if self.parts.reference is not None:
                 metrics |= update.reference_logprobs(self.parts.reference)
-            return metrics | update.step(lr_of_step or (lambda: self.algorithm.lr), on_step=self.hybrid.weights_changed, **hooks)
+            return metrics | update.step(
+                lr_of_step or (lambda: self.algorithm.lr), on_step=self.hybrid.weights_changed, **hooks
+            )
 
         return self._channel.call("update", run)
 
@@ -323,6 +326,7 @@ class Actor:
 
     def save_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face directory with tokenizer, chat template and generation configuration. Collective."""
+
         def run() -> None:
             self.hybrid.require(TRAINING, "save_hf")
             export_hf(directory, self.source.directory, self.parts.arch, self.parts.padded_vocab,

@@ -54,7 +54,8 @@ class Pipeline:
             )  # fmt: skip
 
             def finish(result: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-                value, collected = loss(*result, batch)
+                logprobs, entropy = result
+                value, collected = loss(logprobs, entropy, batch)
                 return value, torch.ones((), dtype=torch.int, device=device), collected
 
             return out, finish

@@ -10,7 +10,7 @@ from rl3d.distributed.groups import ModelGroups
 T = TypeVar("T")
 
 
-def gather_from_replicas(mine: Mapping[Any, T], groups: ModelGroups | None, cpu_group: Any) -> dict[Any, T]:
+def gather_from_replicas[T](mine: Mapping[Any, T], groups: ModelGroups | None, cpu_group: Any) -> dict[Any, T]:
     """Union of what all replicas hold, on every rank, sorted by key. Collective over ``cpu_group``.
 
     The ranks of a replica hold the same results; the one with slot 0 speaks for it. Ranks that do not generate pass

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rl3d.data.packing import pack, split_for_dp
 from torch import Tensor
 
 from rl3d.algorithms.aggregation import sample_weights
 from rl3d.algorithms.losses import kl_penalty, policy_loss
 from rl3d.config import PPOConfig
+from rl3d.data.packing import pack, split_for_dp
 from rl3d.engine.microbatch import MicroBatch
 from rl3d.engine.roles import ForwardRole
 from rl3d.engine.training import TrainingEngine
@@ -230,7 +230,10 @@ def _row(samples: list[TrainSample], weights: list[float]) -> MicroBatch:
     """Pack samples end to end. An empty row still runs through the model, with two tokens that nothing is learnt from."""
     if not samples:
         samples, weights = [TrainSample([0], [0], 0.0, None, False)], [0.0]
-    tokens, positions, select, labels = [], [], [], []
+    tokens: list[int] = []
+    positions: list[int] = []
+    select: list[int] = []
+    labels: list[int] = []
     values: dict[str, list[Any]] = {"advantages": [], "weights": [], "mask": [], "rollout_logprobs": []}
     for sample, weight in zip(samples, weights, strict=True):
         start, prompt, response = len(tokens), len(sample.prompt_ids), len(sample.response_ids)

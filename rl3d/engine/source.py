@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rl3d.data.tokenizers import load_tokenizer, pad_id, stop_ids
 
+from rl3d.data.tokenizers import load_tokenizer, pad_id, stop_ids
 from rl3d.distributed.bootstrap import Runtime
 
 
@@ -36,8 +36,7 @@ def open_model(model: Any, tokenizer: Any, runtime: Runtime) -> ModelSource:
         directory = Path(model)
         if not (directory / "config.json").is_file():
             raise FileNotFoundError(
-                f"model {str(model)!r}: no config.json there; give a Hugging Face directory, or make one with "
-                f"`rl3d prepare`"
+                f"model {str(model)!r}: no config.json there; give a Hugging Face directory, or make one with `rl3d prepare`"
             )
     elif hasattr(model, "save_pretrained") and hasattr(model, "config"):
         directory = _write(model, tokenizer, runtime)

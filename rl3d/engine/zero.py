@@ -138,7 +138,9 @@ class ZeroEngine:
                 f"layout that the checkpoint was written with"
             )
         self.optimizer.optimizer.load_state_dict(state["adam"])
-        for master, saved, flat, parts in zip(masters, state["master"], self.flat_weights(), self._partitions(), strict=True):
+        for master, saved, flat, parts in zip(
+            masters, state["master"], self.flat_weights(), self._partitions(), strict=True
+        ):
             master.data.copy_(saved)
             own = parts[self.groups.dp_rank]
             own.data.copy_(master.data)

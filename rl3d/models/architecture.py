@@ -84,9 +84,7 @@ class Architecture:
         config = _as_dict(source)
         family = config.get("model_type")
         if family not in _FIXED:
-            raise UnsupportedModelError(
-                f"model_type {family!r} is not supported; expected one of {sorted(_FIXED)}"
-            )
+            raise UnsupportedModelError(f"model_type {family!r} is not supported; expected one of {sorted(_FIXED)}")
         _refuse_unknown(config, family)
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return cls(

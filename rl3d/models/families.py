@@ -161,7 +161,9 @@ def _require_cover(name: str, runs: list[tuple[int, int]], rows: int) -> None:
     position = 0
     for start, length in sorted(runs):
         if start != position:
-            raise UnsupportedModelError(f"{name}: rows {position} to {start} are covered {'twice' if start < position else 'by nothing'}")
+            raise UnsupportedModelError(
+                f"{name}: rows {position} to {start} are covered {'twice' if start < position else 'by nothing'}"
+            )
         position += length
     if position != rows:
         raise UnsupportedModelError(f"{name}: the rules cover {position} of {rows} rows")

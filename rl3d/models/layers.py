@@ -55,9 +55,8 @@ class PackedAttention(torch.nn.Module):
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and _VARLEN is not None:
             out = _varlen(q, k, v, packed_seq_params, self.scale)
         else:
-            lengths = packed_seq_params.lengths
-            parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-            out = torch.cat([_causal(*(t.transpose(0, 1)[None] for t in p), self.scale)[0].transpose(0, 1) for p in parts])
+            sequences = zip(*(t.split(packed_seq_params.lengths) for t in (q, k, v)), strict=True)
+            out = torch.cat([_one_sequence(q, k, v, self.scale) for q, k, v in sequences])
         return out.reshape(out.shape[0], 1, -1)
 
 
@@ -66,9 +65,15 @@ def _causal(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scale: float) -> Ten
     return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, is_causal=True, scale=scale, enable_gqa=grouped)
 
 
-try:
-    from torch.nn.attention.varlen import varlen_attn as _VARLEN
+def _one_sequence(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    q, k, v = (t.transpose(0, 1)[None] for t in (q_THD, k_TGD, v_TGD))
+    return _causal(q, k, v, scale)[0].transpose(0, 1)
 
+
+try:
+    from torch.nn.attention import varlen as _module
+
+    _VARLEN: Any = _module.varlen_attn
     _VARLEN_ARGUMENTS = frozenset(inspect.signature(_VARLEN).parameters)
 except ImportError:
     _VARLEN, _VARLEN_ARGUMENTS = None, frozenset()

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rl3d.data.batch import Prompt, Sample
-
 from rl3d.distributed.groups import ModelGroups
 from rl3d.engine.gather import gather_from_replicas
 

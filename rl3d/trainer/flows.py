@@ -9,17 +9,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
-from rl3d.data.batch import Prompt, Sample
-from rl3d.rewards.runner import RewardRunner
 
 from rl3d.algorithms.advantages import grpo_advantages
 from rl3d.config import PPOConfig, RolloutConfig
+from rl3d.data.batch import FinishReason, Prompt, Sample
 from rl3d.engine.actor import Actor
 from rl3d.engine.policy import TrainSample
 from rl3d.generation.engine import Request, Result, SamplingParams
+from rl3d.rewards.runner import RewardRunner
 from rl3d.trainer import metrics as names
 from rl3d.trainer.console import Console
 from rl3d.trainer.exchange import sample_uid
@@ -73,7 +73,7 @@ def sampling_flow(ctx: StepContext, out: "queue.Queue[Sample | None]") -> None:
             out.put(Sample(
                 uid=sample_uid(prompt, result.sample_index), prompt_index=prompt.index, sample_index=result.sample_index,
                 prompt_ids=prompt.token_ids, response_ids=result.token_ids, logprobs=result.logprobs,
-                finish_reason=result.finish_reason, text=text, score=None, failed=False, info={},
+                finish_reason=cast(FinishReason, result.finish_reason), text=text, score=None, failed=False, info={},
             ))  # fmt: skip
             advance(1)
 
@@ -117,10 +117,14 @@ def updating_flow(ctx: StepContext, samples: Sequence[Sample]) -> dict[str, floa
         total = algorithm.ppo_epochs * len(mini_batches)
         ctx.console.updating(ctx.step, total)
 
+        def stepped() -> None:
+            actor.hybrid.weights_changed()
+            ctx.optimizer_stepped()
+
         def optimise() -> dict[str, float]:
             with ctx.console.progress(f"[Step {ctx.step}] Updating", total) as advance:
                 return update.step(ctx.lr_of_step, on_mini_batch=lambda index, _: advance(1 if index else 0),
-                                   on_step=lambda: (actor.hybrid.weights_changed(), ctx.optimizer_stepped()))  # fmt: skip
+                                   on_step=stepped)  # fmt: skip
 
         return out | _timed(ctx, names.TIMING_UPDATE_ACTOR, optimise)
 

@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl3d.config import RunConfig, check, load_config, model_dir, resolve
+from rl3d.config.base import ConfigError, Problem
 from rl3d.data.dataset import PromptDataset
 from rl3d.data.sources import load_rows
 from rl3d.data.tiny import make_tiny_model
 from rl3d.data.tokenizers import load_tokenizer
-from rl3d.rewards.functions import resolve_reward
-from rl3d.rewards.runner import RewardRunner
-
-from rl3d.config import RunConfig, check, load_config, model_dir, resolve
-from rl3d.config.base import ConfigError, Problem
 from rl3d.distributed import bootstrap, failures
 from rl3d.distributed.bootstrap import Runtime
 from rl3d.engine.actor import Actor
+from rl3d.rewards.functions import resolve_reward
+from rl3d.rewards.runner import RewardRunner
 from rl3d.trainer import checkpoint
 from rl3d.trainer.trainer import RLTrainer
 

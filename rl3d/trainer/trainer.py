@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rl3d.data.batch import Prompt, Sample
-from rl3d.data.dataset import PromptDataset, PromptStream
-from rl3d.rewards.runner import as_runner
 
 from rl3d.config import PPOConfig, RolloutConfig, RunConfig, TrainerConfig
+from rl3d.data.batch import Prompt, Sample
+from rl3d.data.dataset import PromptDataset, PromptStream
 from rl3d.engine.actor import Actor
+from rl3d.rewards.runner import as_runner
 from rl3d.trainer import checkpoint
 from rl3d.trainer import metrics as names
 from rl3d.trainer.console import Console

@@ -24,20 +24,20 @@ def prompts() -> torch.Tensor:
     return rows
 
 
-def main(runtime: Any, directory: str) -> dict[str, Any]:
+def main(runtime: Any, directory: str, train: str = "tp2.pp2.zero1", gens: tuple[str, ...] = ("tp1", "tp2", "tp4")) -> dict:
     root = Path(directory)
     facts: dict[str, Any] = {"generations": []}
     for tied in (False, True):
-        for gen in ("tp1", "tp2", "tp4"):
-            facts["generations"].append(_generation(root, tied, gen))
-    facts["life"] = [_life(root, tied, copy) for tied, copy in ((True, "keep"), (False, "drop"))]
-    facts["file"] = _same_as_file(root / "tied")
+        for gen in gens:
+            facts["generations"].append(_generation(root, tied, train, gen))
+    facts["life"] = [_life(root, tied, train, gens[-1], copy) for tied, copy in ((True, "keep"), (False, "drop"))]
+    facts["file"] = _same_as_file(root / "tied", train)
     return facts
 
 
-def _generation(root: Path, tied: bool, gen: str) -> dict[str, Any]:
+def _generation(root: Path, tied: bool, train: str, gen: str) -> dict[str, Any]:
     """Greedy and sampled responses in one generation layout, with the training engine's log-probabilities."""
-    actor = Actor(root / ("tied" if tied else "untied"), train="tp2.pp2.zero1", gen=gen, seed=11)
+    actor = Actor(root / ("tied" if tied else "untied"), train=train, gen=gen, seed=11)
     ids = prompts()
     actor.switch_to_generation()
     greedy = actor.generate(ids, max_new_tokens=NEW_TOKENS, temperature=0.0, stop_token_ids=[])
@@ -56,10 +56,10 @@ def _generation(root: Path, tied: bool, gen: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _life(root: Path, tied: bool, copy: str) -> dict[str, Any]:
+def _life(root: Path, tied: bool, train: str, gen: str, copy: str) -> dict[str, Any]:
     """Round trips, an update, a switch on rank 0 alone, an export, and calls in the wrong mode."""
     config = PPOConfig(batch_size=8, mini_batch_size=4, lr=1e-3, kl_coef=0.1)
-    actor = Actor(root / ("tied" if tied else "untied"), train="tp2.pp2.zero1", gen="tp4", training_copy=copy,
+    actor = Actor(root / ("tied" if tied else "untied"), train=train, gen=gen, training_copy=copy,
                   algorithm=config, reference=True)  # fmt: skip
     before = actor.hybrid.training_fingerprints()
     trips = []
@@ -99,9 +99,9 @@ def _error(call: Any) -> str:
     return "no error"
 
 
-def _same_as_file(directory: Path) -> list[str]:
+def _same_as_file(directory: Path, train: str) -> list[str]:
     """Fingerprints of the sharded model against those of the checkpoint's own tensors."""
-    actor = Actor(directory, train="tp2.pp2.zero1", gen="tp2")
+    actor = Actor(directory, train=train, gen="tp2")
     arch = Architecture.from_hf(directory)
     specs = parameter_specs(arch, actor.parts.padded_vocab)
     whole = {s.name: torch.empty(s.shape) for s in specs}

@@ -42,8 +42,8 @@ def test_greedy_equals_transformers_in_every_generation_layout(facts):
 
 def test_sampled_tokens_do_not_depend_on_the_generation_layout(facts):
     for tied in (False, True):
-        one, two, four = (f["sampled"] for f in facts["generations"] if f["tied"] == tied)
-        assert one == two == four
+        one, *others = (f["sampled"] for f in facts["generations"] if f["tied"] == tied)
+        assert others and all(other == one for other in others)
         assert len({tuple(r) for _, r in _rows(one)}) == len(one), "different prompts drew the same noise"
 
 

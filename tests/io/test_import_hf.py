@@ -28,7 +28,9 @@ def test_slices_equal_plain_arithmetic(source, tp):
     model = hf_llama()
     weights = model.state_dict()
     q, k, v = (weights[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv")
-    grouped = torch.cat([torch.cat([q[32 * g : 32 * g + 32], k[16 * g : 16 * g + 16], v[16 * g : 16 * g + 16]]) for g in range(4)])
+    grouped = torch.cat(
+        [torch.cat([q[32 * g : 32 * g + 32], k[16 * g : 16 * g + 16], v[16 * g : 16 * g + 16]]) for g in range(4)]
+    )
     gate, up = (weights[f"model.layers.1.mlp.{x}_proj.weight"] for x in ("gate", "up"))
     embedding = torch.cat([weights["model.embed_tokens.weight"], torch.zeros(3, 64)])
     for rank in range(tp):
