@@ -34,6 +34,7 @@ class Runtime:
     store: Any  # c10d store shared by all ranks; threads take a connection of their own with new_store()
     starter: str = "single"
     before_leaving: list[Callable[[], None]] = field(default_factory=list, repr=False)  # called by shutdown()
+    registries: dict[str, Any] = field(default_factory=dict, repr=False)  # process groups made so far, by purpose
     _closed: bool = field(default=False, repr=False)
 
     def new_store(self) -> Any:

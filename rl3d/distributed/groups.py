@@ -8,11 +8,14 @@ meshes therefore only ever ask for groups in which the coordinate rises with the
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from rl3d.layout import LayoutError, Mesh
+
+if TYPE_CHECKING:
+    from rl3d.distributed.bootstrap import Runtime
 
 
 class GroupRegistry:
@@ -22,6 +25,14 @@ class GroupRegistry:
         self._timeout = timedelta(seconds=timeout_s)
         self._backend = backend
         self._groups: dict[tuple[int, ...], Any] = {}
+
+    @classmethod
+    def of(cls, runtime: "Runtime", purpose: str) -> "GroupRegistry":
+        """The job's registry for ``purpose``: a second actor finds the groups of the first. A communicator of NCCL
+        costs device memory for as long as the job lives, and groups of different purposes may be in use at once."""
+        if purpose not in runtime.registries:
+            runtime.registries[purpose] = cls(runtime.timeout_s)
+        return runtime.registries[purpose]
 
     def all_of(self, groups: Iterable[tuple[int, ...]]) -> Any:
         """Make all ``groups`` and return the one that holds this rank (``None`` when none does)."""

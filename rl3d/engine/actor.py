@@ -23,6 +23,7 @@ from rl3d.engine.source import ModelSource, open_model
 from rl3d.generation.engine import OnFinish, OnStep, Request, Result, SamplingParams
 from rl3d.io.export_hf import export_hf
 from rl3d.layout import GenLayout, TrainLayout
+from rl3d.models import Architecture
 
 _actors = itertools.count()  # every rank makes its actors in the same order, so the numbers agree
 
@@ -67,7 +68,7 @@ class Actor:
         device: ``"auto"``, ``"cuda"`` or ``"cpu"``.
         use_flash_attention: take torch's flash kernels where they exist; ``False`` is refused on nothing, it is a hint.
         algorithm: losses, optimiser and batch settings (:class:`rl3d.PPOConfig`).
-        max_sequence_length: longest prompt + response, in tokens.
+        max_sequence_length: longest prompt + response, in tokens; by default the model's own limit, 2,048 at most.
         max_sequences: sequences decoded at once on one replica.
         max_prefill_tokens: prompt tokens in one prefill batch.
         staging_mib: cap on the staging memory of a switch, MiB per direction.
@@ -87,12 +88,16 @@ class Actor:
     def __init__(self, model: Any, tokenizer: Any = None, *, train: str | TrainLayout = "tp1.pp1.zero1",
                  gen: str | GenLayout = "tp1", order: str = "auto", dtype: str | torch.dtype = "auto",
                  device: str = "auto", use_flash_attention: bool = True, algorithm: PPOConfig | None = None,
-                 max_sequence_length: int = 2048, max_sequences: int = 64, max_prefill_tokens: int = 8192,
+                 max_sequence_length: int | None = None, max_sequences: int = 64, max_prefill_tokens: int = 8192,
                  staging_mib: int = 48, verify: bool = False, training_copy: str = "keep", reference: bool = False,
                  reference_residency: str = "device", deepspeed: Mapping[str, Any] | None = None,
                  megatron: Mapping[str, Any] | None = None, seed: int = 0, timeout_s: float = 600):  # fmt: skip
         self.runtime = bootstrap.init(timeout_s=timeout_s, device=device)
         self.algorithm = algorithm or PPOConfig()
+        self.source: ModelSource = open_model(model, tokenizer, self.runtime)
+        self.tokenizer = self.source.tokenizer
+        if max_sequence_length is None:
+            max_sequence_length = min(2048, Architecture.from_hf(self.source.directory).max_positions)
         self.settings = ActorSettings(
             train=train if isinstance(train, TrainLayout) else TrainLayout.parse(train),
             gen=gen if isinstance(gen, GenLayout) else GenLayout.parse(gen),
@@ -111,8 +116,6 @@ class Actor:
             megatron=dict(megatron or {}),
         )
         self.seed = seed
-        self.source: ModelSource = open_model(model, tokenizer, self.runtime)
-        self.tokenizer = self.source.tokenizer
         self.parts = assemble(self.source.directory, self.settings, self.runtime)
         self.hybrid = self.parts.hybrid
         self._remembered: list[_Remembered] = []

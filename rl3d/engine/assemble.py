@@ -83,10 +83,10 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     target = ShardLayout.replicas(gen.tp, replicas, arch.num_layers)
 
     bootstrap.init_deepspeed()
-    registry = GroupRegistry(runtime.timeout_s)
+    registry = GroupRegistry.of(runtime, "model")
     groups = training_groups(mesh, registry)
     gen_groups = generation_groups(replicas, registry)
-    move_group = GroupRegistry(runtime.timeout_s).all_of([tuple(range(world))])  # of its own: a listener may move
+    move_group = GroupRegistry.of(runtime, "move").all_of([tuple(range(world))])  # of its own: a listener may move
 
     device, dtype = runtime.device, settings.dtype
     model = build_model(arch, groups, padded_vocab=padded_vocab, dtype=dtype, device=device, **settings.megatron)

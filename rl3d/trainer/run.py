@@ -9,7 +9,7 @@ from typing import Any
 
 from rl3d.config import RunConfig, check, load_config, model_dir, resolve
 from rl3d.config.base import ConfigError, Problem
-from rl3d.data.dataset import PromptDataset
+from rl3d.data.dataset import PromptDataset, PromptStream
 from rl3d.data.sources import load_rows
 from rl3d.data.tiny import make_tiny_model
 from rl3d.data.tokenizers import load_tokenizer
@@ -50,7 +50,7 @@ def build(config: RunConfig) -> RLTrainer:
         (run_dir / "config.yaml").write_text(config.to_yaml())
     directory = _model(config, runtime)
     tokenizer = load_tokenizer(config.model.tokenizer or directory, trust_remote_code=config.model.trust_remote_code)
-    dataset = _dataset(config, tokenizer)
+    stream = _stream(config, tokenizer)
     rollout = config.rollout.model_copy(update={"stop_token_ids": _stop_ids(config, tokenizer)})
     layout, algorithm = config.layout, config.algorithm
     assert config.model.max_sequence_length is not None
@@ -69,7 +69,7 @@ def build(config: RunConfig) -> RLTrainer:
                            max_failure_rate=reward.max_failure_rate)  # fmt: skip
     if runtime.rank == 0:
         print(_opening(config, actor), flush=True)
-    return RLTrainer(actor, tokenizer, dataset, algorithm, rewards, rollout=rollout, trainer=config.trainer,
+    return RLTrainer(actor, tokenizer, stream, algorithm, rewards, rollout=rollout, trainer=config.trainer,
                      run_config=config)  # fmt: skip
 
 
@@ -107,14 +107,15 @@ def _model(config: RunConfig, runtime: Runtime) -> Path:
     return directory
 
 
-def _dataset(config: RunConfig, tokenizer: Any) -> PromptDataset:
+def _stream(config: RunConfig, tokenizer: Any) -> PromptStream:
     data = config.data
     assert data.seed is not None
     rows = load_rows(data.train, size=data.size, seed=data.seed, prompt_key=data.prompt_key)
-    return PromptDataset(
+    dataset = PromptDataset(
         rows, tokenizer, system_prompt=data.system_prompt, chat_template=data.chat_template,
         max_prompt_tokens=data.max_prompt_tokens, drop_too_long=data.drop_too_long,
     )  # fmt: skip
+    return PromptStream(dataset, config.algorithm.batch_size, shuffle=data.shuffle, seed=data.seed)
 
 
 def _stop_ids(config: RunConfig, tokenizer: Any) -> list[int]:

@@ -31,8 +31,8 @@ class RLTrainer:
     Args:
         actor_model: an :class:`~rl3d.Actor`, or what it takes as ``model`` (then built with its defaults).
         tokenizer: Hugging Face tokenizer; ``None`` takes the actor's.
-        dataset: a :class:`~rl3d.data.dataset.PromptDataset`, or rows with ``prompt`` and optional ``answer`` (a list
-            of dicts, a Hugging Face dataset, ...).
+        dataset: rows with ``prompt`` and optional ``answer`` (a list of dicts, a Hugging Face dataset, ...), a
+            :class:`~rl3d.data.dataset.PromptDataset`, or a stream over one.
         config: the algorithm.
         reward_fn: ``reward_fn(prompt, response) -> float`` (other columns reach it by name), a list of such functions,
             or a :class:`~rl3d.rewards.runner.RewardRunner`.
@@ -59,12 +59,12 @@ class RLTrainer:
         self.tokenizer = tokenizer if tokenizer is not None else self.actor.tokenizer
         if dataset is None or reward_fn is None:
             raise ValueError("RLTrainer needs a dataset and a reward_fn; pass both (or use RLTrainer.from_config)")
-        if not isinstance(dataset, PromptDataset):
+        if not isinstance(dataset, PromptDataset | PromptStream):
             room = self.actor.settings.max_sequence_length - self.rollout.max_new_tokens
             dataset = PromptDataset(list(dataset), self.tokenizer, max_prompt_tokens=room)
-        self.dataset = dataset
-        seed = self.settings.seed
-        self.stream = PromptStream(dataset, self.algorithm.batch_size, shuffle=True, seed=seed)
+        if not isinstance(dataset, PromptStream):
+            dataset = PromptStream(dataset, self.algorithm.batch_size, seed=self.settings.seed)
+        self.stream = dataset
         self.rewards = as_runner(reward_fn)
         self.flows = flows or Flows()
         self.run_config = run_config
