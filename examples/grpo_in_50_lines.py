@@ -41,6 +41,7 @@ def main() -> None:
                             trainer=TrainerConfig(name="grpo_in_50_lines", steps=args.steps, resume="never"))  # fmt: skip
         trainer.add_callback(lambda step, logs: print(f"step {step}: reward {logs['reward_mean']:.3f}"))
         trainer.train()
+        actor.runtime.shutdown()  # all ranks leave together
 
 
 if __name__ == "__main__":

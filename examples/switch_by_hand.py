@@ -61,6 +61,7 @@ def main(scratch: str) -> None:
     actor.switch_to_training()
     actor.save_hf("runs/switch_by_hand/hf")
     say("wrote runs/switch_by_hand/hf")
+    actor.runtime.shutdown()  # all ranks leave together
 
 
 if __name__ == "__main__":
