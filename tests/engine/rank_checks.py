@@ -11,6 +11,7 @@ from rl3d.distributed import bootstrap
 from rl3d.distributed.groups import GroupRegistry, training_groups
 from rl3d.engine.microbatch import MicroBatch
 from rl3d.engine.training import TrainingEngine
+from rl3d.engine.vocab_parallel import token_logprobs
 from rl3d.engine.zero import AdamSettings
 from rl3d.io import export_hf, import_hf
 from rl3d.layout import Mesh
@@ -35,6 +36,42 @@ def packed(batch: list[Sequence]) -> MicroBatch:
         torch.cat([s.tokens[s.prompt :] for s in batch]),
         {"weight": torch.cat([s.weight for s in batch])},
     )
+
+
+def main(runtime: Any, **arguments: Any) -> dict[str, Any]:
+    return {"rows": train(runtime, **arguments), "logprobs": vocabulary(runtime)}
+
+
+def vocabulary(runtime: Any) -> dict[str, float]:
+    """Log-probabilities, entropy and their gradients with 253 of 256 columns over four ranks, against torch in float64."""
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(37, 24, generator=generator)
+    weight = torch.randn(256, 24, generator=generator)
+    labels = torch.randint(0, 253, (37,), generator=generator)
+    up = torch.randn(2, 37, generator=generator)
+
+    h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logp = torch.log_softmax((h @ w[:253].t()) / 0.7, -1)
+    expected = logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    ((expected[0] * up[0]).sum() + (expected[1] * up[1]).sum()).backward()
+
+    mine = slice(runtime.rank * 64, runtime.rank * 64 + 64)
+    h_local, w_local = hidden.clone().requires_grad_(), weight[mine].clone().requires_grad_()
+    found = token_logprobs(h_local, w_local, labels, vocab_size=253, temperature=0.7, group=None, chunk=8)
+    ((found[0] * up[0]).sum() + (found[1] * up[1]).sum()).backward()
+
+    def gap(a: torch.Tensor, b: torch.Tensor) -> float:
+        worst = ((a.double() - b).abs().max() / b.abs().max()).reshape(1)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return float(worst)
+
+    return {
+        "logprobs": gap(found[0].detach(), expected[0].detach()),
+        "entropy": gap(found[1].detach(), expected[1].detach()),
+        "hidden": gap(h_local.grad, h.grad),
+        "weight": gap(w_local.grad, w.grad[mine]) if runtime.rank < 3 else gap(w_local.grad[:61], w.grad[192:253]),
+        "pad": float(w_local.grad[61:].abs().max()) if runtime.rank == 3 else 0.0,
+    }  # fmt: skip
 
 
 def train(runtime: Any, directory: str, out: str, layouts: list[list[int]], dtypes: list[str]) -> list[dict[str, Any]]:

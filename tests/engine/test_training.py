@@ -15,11 +15,11 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("training")
     for tied in (False, True):
         save_llama(root / ("tied" if tied else "untied"), tied)
-    rows = run_ranks(
-        "tests.engine.rank_checks:train", 4,
+    facts = run_ranks(
+        "tests.engine.rank_checks:main", 4,
         {"directory": str(root), "out": str(root / "out"), "layouts": LAYOUTS, "dtypes": ["float32", "bfloat16"]},
     )  # fmt: skip
-    return root / "out", rows
+    return root / "out", facts["rows"], facts["logprobs"]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def _weights(directory):
 
 
 def test_three_steps_equal_one_process_in_fp32(trained, reference):
-    out, rows = trained
+    out, rows, _ = trained
     checked = [row for row in rows if row["dtype"] == "float32"]
     assert len(checked) == 2 * len(LAYOUTS)
     for row in checked:
@@ -52,7 +52,7 @@ def test_copies_of_a_shard_stay_bit_equal(trained):
 
 def test_bf16_with_fp32_master_follows_fp32(trained, reference):
     """bf16 rounds each weight to 8 bits: L2 within 1e-2 of fp32, and the steps must be there (not the initial weights)."""
-    out, rows = trained
+    out, rows, _ = trained
     for row in (r for r in rows if r["dtype"] == "bfloat16"):
         expected, norms = reference[row["tied"]]
         found = _weights(out / row["name"])
@@ -60,3 +60,8 @@ def test_bf16_with_fp32_master_follows_fp32(trained, reference):
         got = torch.cat([found[k].flatten() for k in expected])
         assert (got - flat).norm() / flat.norm() < 1e-2, row["name"]
         assert row["norms"] == pytest.approx(norms, rel=2e-2), row["name"]
+
+
+def test_vocabulary_over_four_ranks_equals_torch_in_float64(trained):
+    for name, error in trained[2].items():
+        assert error < 2e-6, name

@@ -72,9 +72,7 @@ def build_engine(directory: str, groups: Any, **engine: Any) -> Any:
     if padded > arch.vocab_size:
         _spoil_padding(model, arch.vocab_size, padded, groups)
     settings = {"max_sequences": 4, "max_sequence_length": MAX_LENGTH, **engine}
-    generator = MegatronGenerator(
-        model, groups.tp, arch.vocab_size, device=device, dtype=torch.float32, **settings
-    )
+    generator = MegatronGenerator(model, groups.tp, arch.vocab_size, device=device, dtype=torch.float32, **settings)
     generator.weights_version = 0
     return generator
 

@@ -26,8 +26,7 @@ PROMPTS = prompts()
 NEW = [9 + i for i in range(len(PROMPTS))]
 GREEDY = [Request(p, SamplingParams(n, temperature=0.0)) for p, n in zip(PROMPTS, NEW)]
 SAMPLED = [
-    Request(p, SamplingParams(n, temperature=0.9, n=2, seed=7), key=(3, i, 0))
-    for i, (p, n) in enumerate(zip(PROMPTS, NEW))
+    Request(p, SamplingParams(n, temperature=0.9, n=2, seed=7), key=(3, i, 0)) for i, (p, n) in enumerate(zip(PROMPTS, NEW))
 ]
 FILTERED = [  # filters of all kinds in one batch, a greedy and an unfiltered row among them
     Request(p, SamplingParams(n, temperature=t, top_p=top_p, top_k=top_k, seed=7), key=(3, i, 0))

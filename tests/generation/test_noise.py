@@ -73,4 +73,3 @@ def test_small_values_keep_their_precision() -> None:
     assert len(small.unique()) == len(small) > 20
     assert stats.kstest(small.numpy(), "uniform", (0, 2e-6)).pvalue > 1e-3
     assert 0 < x.min() and x.max() < 17
-

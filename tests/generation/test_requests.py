@@ -113,9 +113,7 @@ def test_results_stream_while_others_still_run(engine: Any) -> None:
 
 def test_a_whole_window_is_usable_and_one_more_is_refused(engine: Any, reference: Any) -> None:
     prompt = [7] * (MAX_LENGTH - 5)
-    assert engine.generate([Request(prompt, SamplingParams(5, temperature=0.0))])[0].token_ids == hf(
-        reference, prompt, 5
-    )
+    assert engine.generate([Request(prompt, SamplingParams(5, temperature=0.0))])[0].token_ids == hf(reference, prompt, 5)
     with pytest.raises(GenerationError, match=rf"request 1 .*{MAX_LENGTH - 5} tokens.*max_new_tokens 6.*{MAX_LENGTH}"):
         engine.generate([Request([3], GREEDY), Request(prompt, SamplingParams(6))])
 

@@ -36,9 +36,7 @@ def llama(
         ]
     out.append(ParamSpec("decoder.final_layernorm.weight", (hidden,), None, place="post", dtype=norm_dtype))
     if not tied:
-        out.append(
-            ParamSpec("output_layer.weight", (padded, hidden), 0, place="post", dtype=dtype, valid_rows=valid)
-        )
+        out.append(ParamSpec("output_layer.weight", (padded, hidden), 0, place="post", dtype=dtype, valid_rows=valid))
     return out
 
 

@@ -49,9 +49,7 @@ def test_7b_tp4_pp2_to_tp2_needs_strided_generation_groups_for_the_optimum():
     assert consecutive["received_mean"] / 1e9 == pytest.approx(5.896, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "layouts", [("tp2.pp2", "tp4", 8), ("tp1.pp2", "tp1", 4), ("tp4.pp2", "tp2", 8), ("tp3", "tp2", 6)]
-)
+@pytest.mark.parametrize("layouts", [("tp2.pp2", "tp4", 8), ("tp1.pp2", "tp1", 4), ("tp4.pp2", "tp2", 8), ("tp3", "tp2", 6)])
 def test_arithmetic_of_mesh_choices_equals_plans(layouts):
     train, gen, world = layouts
     specs = llama(2, 24, 12, 13, 36, padded_vocab=24, tied=True, norm_dtype="float32")

@@ -1,0 +1,97 @@
+"""``rl3d train`` and ``rl3d export`` as a person types them: two ranks, a tiny random model, a run directory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import transformers
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "layout.ranks=2", "layout.train=tp1.pp2.zero1", "layout.gen=tp2", "layout.verify=full", "data.size=24",
+    "algorithm.batch_size=4", "algorithm.mini_batch_size=2", "rollout.n=4", "model.random.config.num_hidden_layers=2",
+]  # fmt: skip
+
+
+def rl3d(*words, cwd, wait=True, **options):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "rl3d", *map(str, words)]
+    if wait:
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=280, **options)
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options)
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_from_the_command_line(tmp_path):
+    done = rl3d("train", ROOT / "configs/tiny_learns.yaml", "trainer.steps=2", "trainer.name=small", *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [
+        "[Step 0] Sampling 4 prompts → 16 responses",
+        "[Step 0] Computing rewards for 16 samples...",
+        "[Step 0] Updating actor with 2 mini-batches...",
+        "train tp1.pp2.dp1.zero1 → generate tp2 × 1",
+    ]
+    for line in lines:
+        assert line in done.stdout, done.stdout
+    assert "[Step 1] Actor loss: " in done.stdout and "Traceback" not in done.stderr
+    assert "Warning" not in done.stdout + done.stderr, "the libraries' known noise is silenced"
+    run = tmp_path / "runs/small"
+    assert [row["step"] for row in rows(run)] == [0, 1]
+    for name in ("config.yaml", "logs/rank0.log", "logs/rank1.log", "samples/step_1.txt", "checkpoints/latest"):
+        assert (run / name).exists(), name
+
+    exported = rl3d("export", run, tmp_path / "out", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    for directory in (tmp_path / "out", run / "hf"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        assert model.config.vocab_size == 79
+        transformers.AutoTokenizer.from_pretrained(directory)
+    again = rl3d("export", run, tmp_path / "out", cwd=tmp_path)
+    assert again.returncode == 2 and "not empty" in again.stderr
+
+    other = rl3d("train", ROOT / "configs/tiny_learns.yaml", "trainer.steps=3", "trainer.name=small", *SMALL,
+                 "layout.train=tp2.pp1.zero1", cwd=tmp_path)  # fmt: skip
+    assert other.returncode != 0 and "resume with the layout it was written with" in other.stdout + other.stderr
+
+
+@pytest.mark.slow
+def test_tiny_learns_learns(tmp_path):
+    start = time.monotonic()
+    done = rl3d("train", ROOT / "configs/tiny_learns.yaml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    scores = [row["critic/score/mean"] for row in rows(tmp_path / "runs/tiny_learns")]
+    assert scores[0] < 0.2 and min(scores[-5:]) > 0.8
+    assert time.monotonic() - start < 240
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs/tiny_learns/hf")
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_end(tmp_path):
+    """kill -9 of the launcher after the checkpoint of step 3; its ranks go with it; the same command finishes the run."""
+    words = ["train", ROOT / "configs/tiny_learns.yaml", "trainer.steps=6", "trainer.save_every=3", *SMALL]
+    assert rl3d(*words, "trainer.name=straight", cwd=tmp_path).returncode == 0
+    killed = rl3d(*words, "trainer.name=killed", cwd=tmp_path, wait=False, start_new_session=True)
+    saved = tmp_path / "runs/killed/checkpoints/step_000003/state.json"
+    end = time.monotonic() + 120
+    while not saved.exists() and time.monotonic() < end and killed.poll() is None:
+        time.sleep(0.05)
+    assert saved.exists()
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    time.sleep(2)
+    done = rl3d(*words, "trainer.name=killed", cwd=tmp_path)
+    assert done.returncode == 0 and "Resumed from" in done.stdout, done.stdout + done.stderr
+    a, b = (tmp_path / "runs" / name for name in ("straight", "killed"))
+    for row, other in zip(rows(a), rows(b), strict=True):
+        same = [k for k in row if not k.startswith(("timing_s/", "perf/"))]
+        assert {k: row[k] for k in same} == {k: other[k] for k in same}
+    for file in sorted((a / "hf").glob("*.safetensors")):
+        assert file.read_bytes() == (b / "hf" / file.name).read_bytes()
