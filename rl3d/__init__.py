@@ -14,7 +14,9 @@ _LAZY = {
     "Actor": "rl3d.engine.actor",
     "RLTrainer": "rl3d.trainer.trainer",
     "PPOConfig": "rl3d.config",
+    "RolloutConfig": "rl3d.config",
     "RunConfig": "rl3d.config",
+    "TrainerConfig": "rl3d.config",
 }
 __all__ = ["__version__", *_LAZY]
 

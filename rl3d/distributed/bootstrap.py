@@ -1,5 +1,6 @@
 """From a started process to a working process group: ``runtime = bootstrap.init()`` on every rank."""
 
+import atexit
 import json
 import os
 import socket
@@ -129,7 +130,24 @@ def init(timeout_s: float = 600, device: str = "auto") -> Runtime:
         store=dist.PrefixStore("rl3d/run", store),
         starter=place.starter,
     )
+    atexit.register(_at_exit, _runtime)
     return _runtime
+
+
+def _at_exit(runtime: Runtime) -> None:
+    """A script that ends without :meth:`Runtime.shutdown`: stop the threads, or they meet a dying interpreter.
+
+    Nobody is waited for: the other ranks may have failed.
+    """
+    global _runtime
+    if runtime._closed:
+        return
+    runtime._closed = True
+    for action in runtime.before_leaving:
+        action()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _runtime = None
 
 
 def current() -> Runtime | None:

@@ -74,7 +74,8 @@ class Actor:
         staging_mib: cap on the staging memory of a switch, MiB per direction.
         verify: compare fingerprints of every parameter after each switch.
         training_copy: ``"keep"``, or ``"drop"`` to give the training weights' memory back during generation.
-        reference: keep a frozen copy of the initial weights, for a KL penalty.
+        reference: keep a frozen copy of the initial weights for the KL penalty; by default when ``algorithm`` is given
+            and asks for one. Without ``algorithm`` there is no penalty.
         reference_residency: ``"device"`` or ``"host"``.
         deepspeed, megatron: settings passed through to those libraries.
         seed: of the sampling noise.
@@ -89,11 +90,18 @@ class Actor:
                  gen: str | GenLayout = "tp1", order: str = "auto", dtype: str | torch.dtype = "auto",
                  device: str = "auto", use_flash_attention: bool = True, algorithm: PPOConfig | None = None,
                  max_sequence_length: int | None = None, max_sequences: int = 64, max_prefill_tokens: int = 8192,
-                 staging_mib: int = 48, verify: bool = False, training_copy: str = "keep", reference: bool = False,
+                 staging_mib: int = 48, verify: bool = False, training_copy: str = "keep", reference: bool | None = None,
                  reference_residency: str = "device", deepspeed: Mapping[str, Any] | None = None,
                  megatron: Mapping[str, Any] | None = None, seed: int = 0, timeout_s: float = 600):  # fmt: skip
         self.runtime = bootstrap.init(timeout_s=timeout_s, device=device)
-        self.algorithm = algorithm or PPOConfig()
+        self.algorithm = algorithm if algorithm is not None else PPOConfig(kl_coef=0.0)
+        if reference is None:
+            reference = self.algorithm.needs_reference
+        if self.algorithm.needs_reference and not reference:
+            raise ValueError(
+                f"Actor(reference=False) with kl_coef = {self.algorithm.kl_coef}: the KL penalty needs the reference model; "
+                f"leave reference out, or set kl_coef=0"
+            )
         self.source: ModelSource = open_model(model, tokenizer, self.runtime)
         self.tokenizer = self.source.tokenizer
         if max_sequence_length is None:
@@ -316,10 +324,25 @@ class Actor:
         return self._channel.call("update", run)
 
     def policy_update(self, samples: Sequence[TrainSample], mini_batches: Sequence[Sequence[int]],
-                      temperature: float) -> PolicyUpdate:  # fmt: skip
-        """The passes of one update, to be run one by one (the trainer times each)."""
+                      temperature: float, config: PPOConfig | None = None) -> PolicyUpdate:  # fmt: skip
+        """The passes of one update, to be run one by one (the trainer times each). ``config`` as in :meth:`check_fits`."""
         self.hybrid.require(TRAINING, "update")
-        return PolicyUpdate(self.parts.train, self.algorithm, samples, mini_batches, temperature, self.runtime.cpu_group)
+        algorithm = self.algorithm if config is None else config
+        return PolicyUpdate(self.parts.train, algorithm, samples, mini_batches, temperature, self.runtime.cpu_group)
+
+    def check_fits(self, config: PPOConfig) -> None:
+        """Raise :class:`ValueError` when this actor was built for another optimiser or without the reference it needs."""
+        differs = [
+            f"{name} = {getattr(config, name)} (the actor has {getattr(self.algorithm, name)})"
+            for name in ("betas", "eps", "weight_decay", "max_grad_norm")
+            if getattr(config, name) != getattr(self.algorithm, name)
+        ]
+        if config.needs_reference and self.parts.reference is None:
+            differs.append(f"kl_coef = {config.kl_coef} needs a reference model, and the actor has none")
+        if differs:
+            raise ValueError(
+                f"this actor was built for other settings: {'; '.join(differs)}; pass Actor(..., algorithm=config)"
+            )
 
     def call(self, name: str, run: Callable[[], Any]) -> Any:
         """Run a collective operation of your own in the actor's sequence of operations; every rank must call it."""

@@ -60,10 +60,11 @@ class ZeroEngine:
         )  # fmt: skip
         # DeepSpeed takes LOCAL_RANK for the device, which it is not where each rank sees one GPU, or ranks share one
         index = parameters[0].device.index if parameters[0].is_cuda else int(os.environ.get("LOCAL_RANK", 0))
-        self.engine, *_ = deepspeed.initialize(
-            args=SimpleNamespace(device_rank=index), model=model, optimizer=optimizer, mpu=ModelParallelUnit(groups),
-            config=config, dist_init_required=False,
-        )  # fmt: skip
+        with _local_rank(index):
+            self.engine, *_ = deepspeed.initialize(
+                args=SimpleNamespace(device_rank=index), model=model, optimizer=optimizer, mpu=ModelParallelUnit(groups),
+                config=config, dist_init_required=False,
+            )  # fmt: skip
         self.optimizer = self.engine.optimizer
 
     # ---- one step
@@ -171,3 +172,15 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
     return out
+
+
+@contextlib.contextmanager
+def _local_rank(index: int) -> Iterator[None]:
+    """DeepSpeed insists on LOCAL_RANK, which a plain process has not; left set alone it would mislead child processes."""
+    missing = "LOCAL_RANK" not in os.environ
+    os.environ.setdefault("LOCAL_RANK", str(index))
+    try:
+        yield
+    finally:
+        if missing:
+            del os.environ["LOCAL_RANK"]

@@ -197,9 +197,9 @@ class Plan:
         from rich.table import Table
 
         cert = self.certificate.to_json()
-        table = Table(title=f"{self.source.name} -> {self.destination.name}  (plan {self.hash[:12]})")
-        for heading in ("", "mean GB", "max GB"):
-            table.add_column(heading, justify="left" if not heading else "right")
+        table = Table(title=f"{self.source.name} -> {self.destination.name}", title_style="bold")
+        for heading in ("GB per rank", "mean", "max"):
+            table.add_column(heading, justify="left" if heading == "GB per rank" else "right", min_width=10)
         for label in ("received", "bound", "sent"):
             table.add_row(label, f"{cert[label + '_mean'] / 1e9:.3f}", f"{cert[label + '_max'] / 1e9:.3f}")
         ranks = max(len(self.certificate.destination_ranks), 1)
@@ -208,4 +208,5 @@ class Plan:
         table.add_row("between nodes (all)", f"{cert['between_nodes'] / 1e9:.3f}", "")
         table.add_row("boxes, buckets", str(cert["rows"]), str(cert["buckets"]))
         table.add_row("staging MiB, cap", *(f"{cert[key] / 2**20:.1f}" for key in ("staging_peak", "staging_bytes")))
+        table.add_row("plan", self.hash[:8], "")
         return table

@@ -109,7 +109,7 @@ def updating_flow(ctx: StepContext, samples: Sequence[Sample]) -> dict[str, floa
     ctx.timings[names.TIMING_ADV] = time.perf_counter() - start
 
     def run() -> dict[str, float]:
-        update = actor.policy_update(batch, mini_batches, ctx.rollout.temperature)
+        update = actor.policy_update(batch, mini_batches, ctx.rollout.temperature, algorithm)
         out = _timed(ctx, names.TIMING_OLD_LOG_PROB, update.old_logprobs)
         if actor.parts.reference is not None:
             reference = actor.parts.reference

@@ -33,7 +33,7 @@ class RLTrainer:
         tokenizer: Hugging Face tokenizer; ``None`` takes the actor's.
         dataset: rows with ``prompt`` and optional ``answer`` (a list of dicts, a Hugging Face dataset, ...), a
             :class:`~rl3d.data.dataset.PromptDataset`, or a stream over one.
-        config: the algorithm.
+        config: the algorithm; by default the actor's.
         reward_fn: ``reward_fn(prompt, response) -> float`` (other columns reach it by name), a list of such functions,
             or a :class:`~rl3d.rewards.runner.RewardRunner`.
         rollout, trainer: those sections of a run's configuration.
@@ -47,14 +47,15 @@ class RLTrainer:
     def __init__(self, actor_model: Any, tokenizer: Any = None, dataset: Any = None, config: PPOConfig | None = None,
                  reward_fn: Any = None, *, rollout: RolloutConfig | None = None, trainer: TrainerConfig | None = None,
                  flows: Flows | None = None, run_config: RunConfig | None = None):  # fmt: skip
-        self.algorithm = config or PPOConfig()
         self.rollout = rollout or RolloutConfig()
-        self.settings = trainer or TrainerConfig()
+        self.settings = trainer or TrainerConfig(resume="never")  # scripts that give no name share one directory
         if isinstance(actor_model, Actor):
             self.actor = actor_model
         else:
-            self.actor = Actor(actor_model, tokenizer, algorithm=self.algorithm, reference=self.algorithm.needs_reference,
-                               seed=self.settings.seed, timeout_s=self.settings.timeout_s)  # fmt: skip
+            self.actor = Actor(actor_model, tokenizer, algorithm=config or PPOConfig(), seed=self.settings.seed,
+                               timeout_s=self.settings.timeout_s)  # fmt: skip
+        self.algorithm = config or self.actor.algorithm
+        self.actor.check_fits(self.algorithm)
         self.runtime = self.actor.runtime
         self.tokenizer = tokenizer if tokenizer is not None else self.actor.tokenizer
         if dataset is None or reward_fn is None:

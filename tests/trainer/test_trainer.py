@@ -81,3 +81,16 @@ def test_what_a_run_leaves_behind(root, facts):
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "hf")
     assert tokenizer.decode(model.generate(**tokenizer("a :", return_tensors="pt"), max_new_tokens=4)[0])
+
+
+def test_a_script_with_a_model_object_and_rows(root):
+    facts = run_ranks("tests.trainer.trainer_checks:script", 1, {"directory": str(root)})
+    model = transformers.AutoModelForCausalLM.from_pretrained(root / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(root / "model")
+    ids = tokenizer(["a :", "b :"], return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    width = expected.shape[1]
+    assert [row[:width] for row in facts["greedy"]] == expected.tolist()
+    assert "needs a reference model" in facts["errors"][0] and "eps = 0.001" in facts["errors"][1]
+    assert facts["steps"] == 2 and facts["reward"] >= 0.5 and facts["reference"]
+    assert facts["length"] == CONFIG["max_position_embeddings"]

@@ -114,3 +114,31 @@ def _error(call: Any) -> str:
 def metrics(path: Path) -> list[dict[str, Any]]:
     """Rows of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def script(runtime: Any, directory: str) -> dict[str, Any]:
+    """What a script does with one rank: a model object, rows of its own, no configuration file."""
+    from transformers import AutoModelForCausalLM
+
+    root = Path(directory)
+    model = AutoModelForCausalLM.from_pretrained(root / "model")
+    tokenizer = load_tokenizer(root / "model")
+    plain = Actor(model, tokenizer)
+    out = plain.rollout(tokenizer(["a :", "b :"], return_tensors="pt")["input_ids"], max_new_tokens=4, temperature=0.0)
+    errors = []
+    for config in (PPOConfig(kl_coef=0.1), PPOConfig(kl_coef=0, eps=1e-3)):
+        try:
+            RLTrainer(plain, tokenizer, [{"prompt": "a :", "answer": "a"}], config, score)
+        except ValueError as error:
+            errors.append(str(error))
+    rows = [{"prompt": f"{letter} :", "answer": letter} for letter in "abcdabcd"]
+    config = PPOConfig(batch_size=4, mini_batch_size=2, lr=1e-3)
+    trainer = RLTrainer(
+        root / "model", None, rows, config, [score, (lambda prompt, response: 1.0, 0.5)],
+        rollout=RolloutConfig(n=2, max_new_tokens=4), trainer=TrainerConfig(output_dir=str(root / "scripted"), steps=1),
+    )  # fmt: skip
+    logs = trainer.train(num_train_epochs=1)
+    return {
+        "greedy": out.sequences.tolist(), "errors": errors, "steps": trainer.global_step, "reward": logs["reward_mean"],
+        "reference": trainer.actor.parts.reference is not None, "length": plain.settings.max_sequence_length,
+    }  # fmt: skip
