@@ -4,7 +4,7 @@ from rl3d.config.algorithm import PPOConfig, zero_stage_from_fsdp
 from rl3d.config.base import ConfigError, Problem
 from rl3d.config.keys import KeyInfo, explain
 from rl3d.config.machine import count_gpus, resolve
-from rl3d.config.run import RunConfig, load_config
+from rl3d.config.run import RunConfig, load_config, passthrough_problems
 from rl3d.config.sections import (
     DataConfig,
     DataSource,
@@ -42,6 +42,7 @@ __all__ = [
     "count_gpus",
     "explain",
     "load_config",
+    "passthrough_problems",
     "model_dir",
     "read_hf_config",
     "resolve",

@@ -55,6 +55,32 @@ MEGATRON_OWNED = {
     "deterministic_mode": "trainer.deterministic",
     "calculate_per_token_loss": "algorithm.loss_aggregation",
 }
+_NOT_YET = {
+    "deepspeed": ("zero_optimization.offload_optimizer", "zero_optimization.offload_param", "zero_optimization.cpu_offload"),
+    "megatron": (
+        *("sequence_parallel", "context_parallel_size", "expert_model_parallel_size", "num_moe_experts"),
+        *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "mtp_num_layers"),
+        *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "recompute_granularity"),
+    ),
+}
+"""Settings of the libraries that this release would compute wrongly, or not at all."""
+
+
+def passthrough_problems(section: str, values: dict[str, Any]) -> list[Problem]:
+    """What cannot be passed on to ``section`` (deepspeed or megatron): keys that rl3d owns, and what it cannot do yet."""
+    owned = DEEPSPEED_OWNED if section == "deepspeed" else MEGATRON_OWNED
+    problems = []
+    for key, value in _leaves(values):
+
+        def inside(name: str, key: str = key) -> bool:
+            return key == name or key.startswith(name + ".")
+
+        ours = next((ours for name, ours in owned.items() if inside(name)), None)
+        if ours is not None:
+            problems.append(Problem(f"{section}.{key}", f"rl3d sets this itself; remove it and use {ours}", value))
+        elif any(inside(name) for name in _NOT_YET[section]):
+            problems.append(Problem(f"{section}.{key}", "this release cannot train with it; remove it", value))
+    return problems
 
 
 class RunConfig(Section):
@@ -85,13 +111,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
-        problems = []
-        for section, owned in (("deepspeed", DEEPSPEED_OWNED), ("megatron", MEGATRON_OWNED)):
-            for key, value in _leaves(getattr(self, section)):
-                for name, ours in owned.items():
-                    if key == name or key.startswith(name + "."):
-                        text = f"rl3d sets this itself; remove it and use {ours}"
-                        problems.append(Problem(f"{section}.{key}", text, value))
+        problems = passthrough_problems("deepspeed", self.deepspeed) + passthrough_problems("megatron", self.megatron)
         if self.algorithm.name == "grpo" and self.rollout.n < 2:
             problems.append(Problem("rollout.n", "grpo compares the samples of one prompt; use 2 or more", self.rollout.n))
         needed = self.data.max_prompt_tokens + self.rollout.max_new_tokens

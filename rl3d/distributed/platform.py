@@ -34,6 +34,7 @@ _KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"`torch\.cuda\.amp\.custom_(fwd|bwd)", FutureWarning),
     (r"Attempting to run cuBLAS, but there was no current CUDA context", UserWarning),  # autograd's own thread
     (r".*invalid escape sequence", SyntaxWarning),  # in megatron-core's docstrings, when first compiled
+    (r'"is" with .* literal', SyntaxWarning),  # in a package that reasoning-gym imports, likewise
     (r"torch\.distributed\._all_gather_base is a private function", FutureWarning),
     (r"torch\.distributed\._reduce_scatter_base is a private function", FutureWarning),
 )

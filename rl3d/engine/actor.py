@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl3d.algorithms.advantages import grpo_advantages
-from rl3d.config import PPOConfig
+from rl3d.config import ConfigError, PPOConfig, passthrough_problems
 from rl3d.distributed import bootstrap
 from rl3d.distributed.control import ControlChannel
 from rl3d.engine.assemble import ActorSettings, assemble
@@ -66,7 +66,7 @@ class Actor:
         order: axes of the training mesh, fastest first (``"tp-pp-dp"``); ``"auto"`` moves the least at a switch.
         dtype: ``"auto"`` (bfloat16 on CUDA, float32 on CPU), ``"bfloat16"`` or ``"float32"``.
         device: ``"auto"``, ``"cuda"`` or ``"cpu"``.
-        use_flash_attention: take torch's flash kernels where they exist; ``False`` is refused on nothing, it is a hint.
+        use_flash_attention: in training, take torch's variable-length flash kernel where there is one (CUDA, bf16).
         algorithm: losses, optimiser and batch settings (:class:`rl3d.PPOConfig`).
         max_sequence_length: longest prompt + response, in tokens; by default the model's own limit, 2,048 at most.
         max_sequences: sequences decoded at once on one replica.
@@ -93,6 +93,10 @@ class Actor:
                  staging_mib: int = 48, verify: bool = False, training_copy: str = "keep", reference: bool | None = None,
                  reference_residency: str = "device", deepspeed: Mapping[str, Any] | None = None,
                  megatron: Mapping[str, Any] | None = None, seed: int = 0, timeout_s: float = 600):  # fmt: skip
+        deepspeed, megatron = dict(deepspeed or {}), dict(megatron or {})
+        problems = passthrough_problems("deepspeed", deepspeed) + passthrough_problems("megatron", megatron)
+        if problems:
+            raise ConfigError(problems)
         self.runtime = bootstrap.init(timeout_s=timeout_s, device=device)
         self.algorithm = algorithm if algorithm is not None else PPOConfig(kl_coef=0.0)
         if reference is None:
@@ -120,8 +124,9 @@ class Actor:
             reference=reference,
             reference_residency=reference_residency,
             algorithm=self.algorithm,
-            deepspeed=dict(deepspeed or {}),
-            megatron=dict(megatron or {}),
+            use_flash_attention=use_flash_attention,
+            deepspeed=deepspeed,
+            megatron=megatron,
         )
         self.seed = seed
         self.parts = assemble(self.source.directory, self.settings, self.runtime)

@@ -46,6 +46,7 @@ class ActorSettings:
     reference: bool = False
     reference_residency: str = "device"
     algorithm: PPOConfig = field(default_factory=PPOConfig)
+    use_flash_attention: bool = True
     deepspeed: dict[str, Any] = field(default_factory=dict)
     megatron: dict[str, Any] = field(default_factory=dict)
 
@@ -89,11 +90,27 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     move_group = GroupRegistry.of(runtime, "move").all_of([tuple(range(world))])  # of its own: a listener may move
 
     device, dtype = runtime.device, settings.dtype
-    model = build_model(arch, groups, padded_vocab=padded_vocab, dtype=dtype, device=device, **settings.megatron)
+    model = build_model(
+        arch,
+        groups,
+        padded_vocab=padded_vocab,
+        dtype=dtype,
+        device=device,
+        use_flash_attention=settings.use_flash_attention,
+        **settings.megatron,
+    )
     _load(directory, arch, padded_vocab, model, groups)
     reference = None
     if settings.reference:
-        frozen = build_model(arch, groups, padded_vocab=padded_vocab, dtype=dtype, device=device, **settings.megatron)
+        frozen = build_model(
+            arch,
+            groups,
+            padded_vocab=padded_vocab,
+            dtype=dtype,
+            device=device,
+            use_flash_attention=settings.use_flash_attention,
+            **settings.megatron,
+        )
         with torch.no_grad():
             for copy, original in zip(frozen.parameters(), model.parameters(), strict=True):
                 copy.copy_(original)

@@ -16,6 +16,7 @@ from rl3d.reshard.executor import Resharder
 from rl3d.reshard.fingerprint import compare, fingerprint_shards, replica_differences
 from rl3d.reshard.plan import Plan
 from rl3d.reshard.planner import build_plan
+from rl3d.utils.profiling import record_switch
 
 TRAINING, GENERATION = "training", "generation"
 
@@ -84,7 +85,6 @@ class HybridEngine:
             back = build_plan(self.specs, target, source, staging_bytes=staging_bytes, nodes=nodes)
             self._to_training = Resharder(back, rank, group, gen_weights, train.weights, device)
         self._flat_bytes = [t.untyped_storage().nbytes() for t in train.zero.flat_weights()]
-        self.reports: list[SwitchReport] = []
 
     # ---- state
 
@@ -128,7 +128,7 @@ class HybridEngine:
             for flat in self.train.zero.flat_weights():
                 flat.untyped_storage().resize_(0)
         self.mode = GENERATION
-        self.reports.append(report)
+        record_switch(report.direction, report.seconds, report.bytes_received)
         return report
 
     def switch_to_training(self) -> SwitchReport:
@@ -148,7 +148,7 @@ class HybridEngine:
             if self.verify:
                 self._check(report)
         self.mode = TRAINING
-        self.reports.append(report)
+        record_switch(report.direction, report.seconds, report.bytes_received)
         return report
 
     def _move(self, resharder: Resharder, report: SwitchReport) -> None:

@@ -155,9 +155,7 @@ class KVCache:
         self.pool[layer, 0].index_copy_(0, rows, keys)
         self.pool[layer, 1].index_copy_(0, rows, values)
 
-    def window(
-        self, layer: int, batch: int, width: int, rows: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def window(self, layer: int, batch: int, width: int, rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of slots ``0 .. batch - 1``, each [batch, kv_heads, width, head_dim]."""
         assert self.pool is not None
         both = []

@@ -71,9 +71,7 @@ class Sampler:
         tp_group: the ranks that share the vocabulary, or ``None`` for one rank.
     """
 
-    def __init__(
-        self, vocab_size: int, padded_vocab: int, tp_group: dist.ProcessGroup | None, device: torch.device
-    ) -> None:
+    def __init__(self, vocab_size: int, padded_vocab: int, tp_group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group = tp_group
         self.tp = 1 if tp_group is None else tp_group.size()
         self.vocab_size = vocab_size
@@ -157,9 +155,7 @@ def _combine(parts: torch.Tensor) -> Draw:
     return Draw(ids.gather(1, winner)[:, 0].long(), logprob.float(), top[:, 0] - rival < MARGIN)
 
 
-def _filter(
-    scaled: torch.Tensor, perturbed: torch.Tensor, batch: SamplingBatch
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _filter(scaled: torch.Tensor, perturbed: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Mask what top-k, then top-p (on what top-k left, renormalised) exclude; entries that tie with the last stay.
 
     Returns the masked perturbed logits and, per row, whether moving the nucleus by :data:`MARGIN` changes the draw.

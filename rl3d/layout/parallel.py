@@ -205,8 +205,6 @@ def stage_layers(num_layers: int, pp: int) -> tuple[range, ...]:
     """
     if num_layers % pp:
         options = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
-        raise LayoutError(
-            f"{num_layers} layers do not divide into pp = {pp} stages; choose pp among {options}"
-        )
+        raise LayoutError(f"{num_layers} layers do not divide into pp = {pp} stages; choose pp among {options}")
     size = num_layers // pp
     return tuple(range(i * size, (i + 1) * size) for i in range(pp))

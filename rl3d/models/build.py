@@ -100,12 +100,14 @@ def transformer_config(arch: Architecture, groups: ModelGroups, dtype: torch.dty
 
 def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, dtype: torch.dtype,
                 device: torch.device, mode: str = "train", self_attention: type | None = None,
+                use_flash_attention: bool = True,
                 **overrides: Any) -> PackedGPTModel:  # fmt: skip
     """This rank's part of the model, with unset weights. Collective over ``groups`` when the embedding is tied.
 
     Args:
         mode: ``"train"`` (gradients on) or ``"generate"`` (evaluation mode, gradients off).
         self_attention: class to use for self attention in place of megatron-core's; the generation engine's hook.
+        use_flash_attention: take the variable-length flash kernel where there is one.
         overrides: megatron-core settings of the user.
 
     Raises:
@@ -115,6 +117,7 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
     check_tensor_parallel(arch, groups.tp_size, "layout.train" if mode == "train" else "layout.gen")
     stage_layers(arch.num_layers, groups.pp_size)
     config = transformer_config(arch, groups, dtype, device, **overrides)
+    config.use_flash_attention = use_flash_attention  # read by PackedAttention
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm

@@ -42,6 +42,7 @@ class PackedAttention(torch.nn.Module):
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, *,
                  softmax_scale: float | None = None, **_: Any):  # fmt: skip
         super().__init__()
+        self.flash = getattr(config, "use_flash_attention", True)
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
@@ -52,7 +53,7 @@ class PackedAttention(torch.nn.Module):
             out = _causal(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), self.scale)
             return out.permute(2, 0, 1, 3).flatten(2)
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and _VARLEN is not None:
+        if self.flash and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and _VARLEN is not None:
             out = _varlen(q, k, v, packed_seq_params, self.scale)
         else:
             sequences = zip(*(t.split(packed_seq_params.lengths) for t in (q, k, v)), strict=True)

@@ -101,9 +101,7 @@ def mesh_choices(
     return found
 
 
-def _bytes(
-    specs: Sequence[ParamSpec], tp: int, pp: int, tp_gen: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _bytes(specs: Sequence[ParamSpec], tp: int, pp: int, tp_gen: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """``need[slot]`` and ``overlap[stage, tp, slot]`` in bytes; equal parameters are counted and multiplied."""
     layers = stage_layers(count_layers(specs), pp)
     stage_of = {layer: stage for stage, part in enumerate(layers) for layer in part}

@@ -91,9 +91,7 @@ def _layer_order(spec: ParamSpec) -> tuple[int, int]:
     return (0, 0) if "pre" in spec.place else (2, 0)
 
 
-def _pieces(
-    spec: ParamSpec, sources: tuple[Shard, ...], targets: tuple[Shard, ...], max_elements: int
-) -> Iterator[_Piece]:
+def _pieces(spec: ParamSpec, sources: tuple[Shard, ...], targets: tuple[Shard, ...], max_elements: int) -> Iterator[_Piece]:
     for target in targets:
         for need in target.holdings:
             for atom, owners in cut_atoms(need.box, [s.holdings for s in sources]):

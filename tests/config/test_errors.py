@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl3d.config import ConfigError, PPOConfig, check, load_config, resolve
+from rl3d.config import ConfigError, PPOConfig, check, load_config, passthrough_problems, resolve
 
 TINY = """
 model:
@@ -200,3 +200,21 @@ def test_standalone_algorithm() -> None:
     assert str(caught.value) == "mini_batch_size = 4: does not divide batch_size = 10; choose one of [1, 2, 5, 10]"
     with pytest.raises(ConfigError, match="clip_coeff = 0.2: unknown key; did you mean 'clip_coef'"):
         PPOConfig(clip_coeff=0.2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("megatron", {"sequence_parallel": True}),
+        ("megatron", {"recompute_granularity": "full"}),
+        ("deepspeed", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+    ],
+)
+def test_settings_that_would_train_wrongly_are_refused(section, values):
+    (problem,) = passthrough_problems(section, values)
+    assert problem.key.startswith(section) and "cannot train with it" in problem.text
+
+
+def test_other_settings_of_the_libraries_pass():
+    assert passthrough_problems("deepspeed", {"zero_optimization": {"reduce_bucket_size": 1000}}) == []
+    assert passthrough_problems("megatron", {"attention_softmax_in_fp32": True}) == []

@@ -11,6 +11,7 @@ from rl3d.engine.hybrid import ModeError
 from rl3d.io import import_hf
 from rl3d.models import Architecture, parameter_specs
 from rl3d.reshard.fingerprint import compare, fingerprint_tensor
+from rl3d.utils import enable_switch_profiling, switch_report
 
 NEW_TOKENS = 10
 
@@ -62,6 +63,7 @@ def _life(root: Path, tied: bool, train: str, gen: str, copy: str) -> dict[str, 
     actor = Actor(root / ("tied" if tied else "untied"), train=train, gen=gen, training_copy=copy,
                   algorithm=config, reference=True)  # fmt: skip
     before = actor.hybrid.training_fingerprints()
+    enable_switch_profiling()
     trips = []
     for _ in range(3):
         actor.switch_to_generation()
@@ -69,6 +71,7 @@ def _life(root: Path, tied: bool, train: str, gen: str, copy: str) -> dict[str, 
         actor.switch_to_generation()
         actor.switch_to_training()
         trips += compare(before, actor.hybrid.training_fingerprints())
+    profile = switch_report()
     out = actor.rollout(prompts(), max_new_tokens=NEW_TOKENS)
     errors = {"foreign": _error(lambda: actor.update(out.sequences + 1, torch.arange(6.0), out.logprobs))}
     errors["generate"] = _error(lambda: actor.generate(prompts()))
@@ -85,7 +88,8 @@ def _life(root: Path, tied: bool, train: str, gen: str, copy: str) -> dict[str, 
     actor.save_hf(root / name)
     after = actor.rollout(prompts(), max_new_tokens=NEW_TOKENS, stop_token_ids=[])
     return {
-        "copy": copy, "trips": trips, "changed": len(moved), "parameters": len(before), "learned": learned,
+        "copy": copy, "trips": trips, "profile": profile, "changed": len(moved), "parameters": len(before),
+        "learned": learned,
         "mode": actor.hybrid.mode, "errors": errors, "metrics": metrics, "export": name,
         "sequences": after.sequences.tolist(), "logprobs": after.logprobs.tolist(),
     }  # fmt: skip

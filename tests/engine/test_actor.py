@@ -94,3 +94,11 @@ def test_the_export_computes_what_the_trained_actor_computes(root, facts):
 
 def test_the_file_and_the_layouts_have_the_same_fingerprints(facts):
     assert facts["file"] == []
+
+
+def test_switches_are_profiled(facts):
+    for life in facts["life"]:
+        there, back = life["profile"]["to_generation"], life["profile"]["to_training"]
+        assert there["move"]["count"] == back["cache"]["count"] == 3, "calls with nothing to do are not switches"
+        assert there["received"] > 0 and there["move"]["min"] > 0
+        assert (back["received"] > 0) == (life["copy"] == "drop")

@@ -31,9 +31,7 @@ class CollectiveTransport:
     def move(self, program: Program) -> None:
         for bucket in program.buckets:
             # P2POp takes global ranks and translates them for the group itself.
-            operations = [
-                dist.P2POp(dist.irecv, m.buffer(self._in), m.peer, group=self.group) for m in bucket.receives
-            ]
+            operations = [dist.P2POp(dist.irecv, m.buffer(self._in), m.peer, group=self.group) for m in bucket.receives]
             for message in bucket.sends:
                 message.pack(self._out)
                 operations.append(dist.P2POp(dist.isend, message.buffer(self._out), message.peer, group=self.group))
