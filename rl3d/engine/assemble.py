@@ -90,27 +90,16 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     move_group = GroupRegistry.of(runtime, "move").all_of([tuple(range(world))])  # of its own: a listener may move
 
     device, dtype = runtime.device, settings.dtype
-    model = build_model(
-        arch,
-        groups,
-        padded_vocab=padded_vocab,
-        dtype=dtype,
-        device=device,
-        use_flash_attention=settings.use_flash_attention,
-        **settings.megatron,
-    )
+
+    def build(where: ModelGroups, **options: Any) -> Any:
+        options |= {"use_flash_attention": settings.use_flash_attention, **settings.megatron}
+        return build_model(arch, where, padded_vocab=padded_vocab, dtype=dtype, device=device, **options)
+
+    model = build(groups)
     _load(directory, arch, padded_vocab, model, groups)
     reference = None
     if settings.reference:
-        frozen = build_model(
-            arch,
-            groups,
-            padded_vocab=padded_vocab,
-            dtype=dtype,
-            device=device,
-            use_flash_attention=settings.use_flash_attention,
-            **settings.megatron,
-        )
+        frozen = build(groups)
         with torch.no_grad():
             for copy, original in zip(frozen.parameters(), model.parameters(), strict=True):
                 copy.copy_(original)
@@ -123,8 +112,7 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
 
     generator, gen_weights = None, {}
     if gen_groups is not None:
-        gen_model = build_model(arch, gen_groups, padded_vocab=padded_vocab, dtype=dtype, device=device, mode="generate",
-                                self_attention=CachedSelfAttention, **settings.megatron)  # fmt: skip
+        gen_model = build(gen_groups, mode="generate", self_attention=CachedSelfAttention)
         gen_weights = {n: p.data for n, p in canonical_parameters(gen_model, arch, gen_groups).items()}
         generator = MegatronGenerator(
             gen_model, gen_groups.tp, arch.vocab_size, max_sequences=settings.max_sequences,

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl3d.algorithms.aggregation import sample_weights
 from rl3d.algorithms.losses import kl_penalty, policy_loss
 from rl3d.config import PPOConfig
-from rl3d.data.packing import pack, split_for_dp
+from rl3d.data.packing import build_row, pack, scatter_values, split_for_dp
 from rl3d.engine.microbatch import MicroBatch
 from rl3d.engine.roles import ForwardRole
 from rl3d.engine.training import TrainingEngine
@@ -43,14 +43,6 @@ class TrainSample:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-@dataclass
-class _Row:
-    """A micro-batch and the indices, into the mini-batch, of the samples in it."""
-
-    batch: MicroBatch
-    samples: list[int]
-
-
 class PolicyUpdate:
     """One batch of samples on its way through log-probabilities, reference and optimiser steps.
 
@@ -74,16 +66,14 @@ class PolicyUpdate:
 
     # ---- building rows
 
-    def _rows_of(self, samples: list[TrainSample]) -> list[_Row]:
+    def _rows_of(self, samples: list[TrainSample]) -> list[MicroBatch]:
         groups, config = self.engine.groups, self.config
         counts = torch.tensor([len(s.response_ids) if s.valid else 0 for s in samples])
-        weights = sample_weights(counts, config.loss_aggregation).tolist()
+        weights = sample_weights(counts, config.loss_aggregation)
         mine = split_for_dp([s.length for s in samples], groups.dp_size)[groups.dp_rank]
-        bins = pack([samples[i].length for i in mine], config.micro_batch_tokens)
-        rows = [_Row(_row([samples[mine[i]] for i in b], [weights[mine[i]] for i in b]), [mine[i] for i in b]) for b in bins]
-        if not rows:  # this rank still has to take part in the step
-            rows = [_Row(_row([], []), [])]
-        return [_Row(row.batch.to(self.device), row.samples) for row in rows]
+        # a rank without samples still has to take part in the step
+        bins = pack([samples[i].length for i in mine], config.micro_batch_tokens, at_least=1)
+        return [_micro_batch(samples, weights, [mine[i] for i in b]).to(self.device) for b in bins]
 
     # ---- the three passes
 
@@ -95,17 +85,17 @@ class PolicyUpdate:
             (``training/rollout_probs_diff_*`` on probabilities, ``training/rollout_logprobs_diff_max``).
         """
         rows = [row for rows in self._rows for row in rows]
-        out = self.engine.logprobs([row.batch for row in rows], self.temperature)
+        out = self.engine.logprobs(rows, self.temperature)
         sums: dict[str, float] = {"tokens": 0.0, "entropy": 0.0, "diff": 0.0, "diff2": 0.0}
         top = {"prob_diff": 0.0, "logprob_diff": 0.0}
         for row, (logprobs, entropy) in zip(rows, out):
-            row.batch.values["old_logprobs"] = logprobs
-            mask = row.batch.values["mask"]
+            row.values["old_logprobs"] = logprobs
+            mask = row.values["mask"]
             sums["tokens"] += float(mask.sum())
             sums["entropy"] += float(entropy[mask].sum())
-            known = mask & row.batch.values["rollout_logprobs"].isfinite()
+            known = mask & row.values["rollout_logprobs"].isfinite()
             if known.any():
-                rollout = row.batch.values["rollout_logprobs"][known]
+                rollout = row.values["rollout_logprobs"][known]
                 diff = (rollout.exp() - logprobs[known].exp()).abs()
                 sums["diff"] += float(diff.sum())
                 sums["diff2"] += float(diff.double().pow(2).sum())
@@ -125,10 +115,10 @@ class PolicyUpdate:
     def reference_logprobs(self, reference: ForwardRole) -> dict[str, float]:
         """The reference model's log-probabilities, kept for the KL penalty. Returns the KL before the update."""
         rows = [row for rows in self._rows for row in rows]
-        out = reference.logprobs([row.batch for row in rows], self.temperature)
+        out = reference.logprobs(rows, self.temperature)
         sums = {"tokens": 0.0, "kl": 0.0}
         for row, logprobs in zip(rows, out):
-            values = row.batch.values
+            values = row.values
             values["ref_logprobs"] = logprobs
             sums["tokens"] += float(values["mask"].sum())
             sums["kl"] += float(kl_penalty(values["old_logprobs"], logprobs, values["mask"], "k1").sum())
@@ -155,7 +145,7 @@ class PolicyUpdate:
                 on_mini_batch(index, total)
             lr = lr_of_step()
             self.engine.zero.set_lr(lr)
-            result = self.engine.train_step([row.batch for row in rows], self._loss, self.temperature)
+            result = self.engine.train_step(rows, self._loss, self.temperature)
             if result.stepped and on_step is not None:
                 on_step()
             history.append(self._metrics(result.collected, result.grad_norm, result.stepped, lr))
@@ -226,27 +216,19 @@ class PolicyUpdate:
         return dict(zip(sums, added.tolist())), dict(zip(tops, highest.tolist()))
 
 
-def _row(samples: list[TrainSample], weights: list[float]) -> MicroBatch:
-    """Pack samples end to end. An empty row still runs through the model, with two tokens that nothing is learnt from."""
-    if not samples:
-        samples, weights = [TrainSample([0], [0], 0.0, None, False)], [0.0]
-    tokens: list[int] = []
-    positions: list[int] = []
-    select: list[int] = []
-    labels: list[int] = []
-    values: dict[str, list[Any]] = {"advantages": [], "weights": [], "mask": [], "rollout_logprobs": []}
-    for sample, weight in zip(samples, weights, strict=True):
-        start, prompt, response = len(tokens), len(sample.prompt_ids), len(sample.response_ids)
-        tokens += [*sample.prompt_ids, *sample.response_ids]
-        positions += range(sample.length)
-        select += range(start + prompt - 1, start + sample.length - 1)
-        labels += sample.response_ids
-        values["advantages"] += [sample.advantage] * response
-        values["weights"] += [weight] * response
-        values["mask"] += [sample.valid] * response
-        values["rollout_logprobs"] += sample.rollout_logprobs or [float("nan")] * response
-    return MicroBatch(
-        torch.tensor(tokens), torch.tensor(positions), tuple(s.length for s in samples),
-        torch.tensor(select, dtype=torch.int64), torch.tensor(labels, dtype=torch.int64),
-        {k: torch.tensor(v, dtype=torch.bool if k == "mask" else torch.float32) for k, v in values.items()},
-    )  # fmt: skip
+def _micro_batch(samples: Sequence[TrainSample], weights: Tensor, indices: Sequence[int]) -> MicroBatch:
+    """The samples at ``indices`` as one row. No indices give a row from which nothing is learnt."""
+    row = build_row(samples, indices)
+    unknown = float("nan")
+    rollout = [s.rollout_logprobs or [unknown] * len(s.response_ids) for s in samples]
+    select = row.mask.nonzero()[:, 0]
+    sample = row.sample_of[select]
+    per_sample = {
+        "advantages": torch.tensor([s.advantage for s in samples], dtype=torch.float32),
+        "weights": weights.float(),
+        "mask": torch.tensor([s.valid for s in samples], dtype=torch.bool),
+    }
+    values = {name: value[sample] for name, value in per_sample.items()}
+    values["rollout_logprobs"] = scatter_values(row, rollout)[select]
+    lengths = tuple(row.cu_seqlens.diff().tolist())
+    return MicroBatch(row.tokens, row.positions, lengths, select, row.labels[select], values)

@@ -8,7 +8,7 @@ cut from that order (:class:`rl3d.engine.policy.PolicyUpdate`), and TP and PP ra
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rl3d.data.batch import Prompt, Sample
+from rl3d.data.batch import Prompt, Sample, arrays_to_samples, samples_to_arrays
 from rl3d.distributed.groups import ModelGroups
 from rl3d.engine.gather import gather_from_replicas
 
@@ -35,12 +35,17 @@ def exchange(mine: Iterable[Sample], prompts: Sequence[Prompt], n: int, groups: 
     Raises:
         ExchangeError: on every rank, when a sample is missing or unexpected; names uids.
     """
-    found = gather_from_replicas({s.uid: s for s in mine}, groups, cpu_group)
+    # as arrays: a step of long responses is millions of small Python objects otherwise
+    replica = {} if groups is None else {groups.dp_rank: samples_to_arrays(list(mine))}
+    parts = gather_from_replicas(replica, groups, cpu_group)
+    every = [sample for arrays, sidecar in parts.values() for sample in arrays_to_samples(arrays, sidecar)]
+    found = {s.uid: s for s in every}
     wanted = [sample_uid(prompt, i) for prompt in prompts for i in range(n)]
     missing, extra = [u for u in wanted if u not in found], sorted(found.keys() - set(wanted))
-    if missing or extra:
+    if missing or extra or len(every) != len(found):
         raise ExchangeError(
             f"{len(prompts)} prompts x {n} samples: {len(missing)} samples are missing {missing[:4]}, {len(extra)} were "
-            f"not asked for {extra[:4]}; a sampling or rewarding flow dropped or renamed them"
+            f"not asked for {extra[:4]}, {len(every) - len(found)} came twice; a sampling or rewarding flow dropped, "
+            f"renamed or repeated them"
         )
     return [found[uid] for uid in wanted]
