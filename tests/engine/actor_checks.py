@@ -8,10 +8,12 @@ import torch.distributed as dist
 
 from rl3d import Actor, PPOConfig
 from rl3d.engine.hybrid import ModeError
+from rl3d.engine.policy import TrainSample
 from rl3d.io import import_hf
 from rl3d.models import Architecture, parameter_specs
 from rl3d.reshard.fingerprint import compare, fingerprint_tensor
 from rl3d.utils import enable_switch_profiling, switch_report
+from tests.reference import sequences
 
 NEW_TOKENS = 10
 
@@ -33,7 +35,26 @@ def main(runtime: Any, directory: str, train: str = "tp2.pp2.zero1", gens: tuple
             facts["generations"].append(_generation(root, tied, train, gen))
     facts["life"] = [_life(root, tied, train, gens[-1], copy) for tied, copy in ((True, "keep"), (False, "drop"))]
     facts["file"] = _same_as_file(root / "tied", train)
+    facts["splits"] = [
+        _one_update(root / "tied", layout, tokens, mode)
+        for mode in ("token-mean", "seq-mean-token-mean")
+        for layout in dict.fromkeys([train, "tp1.pp1.zero1"])
+        for tokens in (16, 4096)
+    ]
     return facts
+
+
+def _one_update(directory: Path, train: str, micro_batch_tokens: int, mode: str) -> dict[str, Any]:
+    """Loss and gradient norm of the same eight samples, one of them invalid, at a learning rate of 0."""
+    config = PPOConfig(batch_size=8, kl_coef=0.0, entropy_coef=0.01, micro_batch_tokens=micro_batch_tokens,
+                       loss_aggregation=mode, max_grad_norm=0.5)  # fmt: skip
+    actor = Actor(directory, train=train, algorithm=config)
+    samples = [
+        TrainSample(s.tokens[: s.prompt].tolist(), s.tokens[s.prompt :].tolist(), (-1.0) ** i * (i + 1), valid=i != 3)
+        for i, s in enumerate(sequences(0))
+    ]
+    metrics = actor.learn(samples, [range(8)], 0.7, lambda: 0.0)
+    return {"train": train, "tokens": micro_batch_tokens, "mode": mode, **metrics}
 
 
 def _generation(root: Path, tied: bool, train: str, gen: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from tests.ranks import run_ranks
-from tests.reference import hf_llama, response_logprobs, save_llama
+from tests.reference import hf_llama, response_logprobs, save_llama, sequences
 
 PROMPT_COLUMNS = 12
 
@@ -102,3 +102,34 @@ def test_switches_are_profiled(facts):
         assert there["move"]["count"] == back["cache"]["count"] == 3, "calls with nothing to do are not switches"
         assert there["received"] > 0 and there["move"]["min"] > 0
         assert (back["received"] > 0) == (life["copy"] == "drop")
+
+
+def _expected_update(mode):
+    """The same update by transformers and autograd: loss and gradient norm, verl's aggregation over seven valid samples."""
+    model = hf_llama(tied=True)
+    terms, tokens = [], 0
+    for i, s in enumerate(sequences(0)):
+        if i == 3:
+            continue
+        logp = torch.log_softmax(model(s.tokens[None]).logits[0, s.prompt - 1 : -1] / 0.7, -1)
+        chosen = logp.gather(1, s.tokens[s.prompt :, None])[:, 0]
+        ratio = (chosen - chosen.detach()).exp()
+        entropy = -(logp.exp() * logp).sum(-1)
+        per_token = -((-1.0) ** i * (i + 1)) * ratio - 0.01 * entropy
+        terms.append(per_token)
+        tokens += len(per_token)
+    total = sum(t.sum() for t in terms) / tokens if mode == "token-mean" else sum(t.mean() for t in terms) / len(terms)
+    total.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    return total.item(), norm.item()
+
+
+def test_an_update_does_not_depend_on_micro_batches_or_layout(facts):
+    """Loss and gradient norm against transformers, for every split of the batch: padding, packing, dp, failed samples."""
+    for mode in ("token-mean", "seq-mean-token-mean"):
+        loss, norm = _expected_update(mode)
+        found = [f for f in facts["splits"] if f["mode"] == mode]
+        assert len({(f["train"], f["tokens"]) for f in found}) == 4
+        for f in found:
+            assert f["actor/total_loss"] == pytest.approx(loss, rel=1e-5), (f["train"], f["tokens"])
+            assert f["actor/grad_norm"] == pytest.approx(norm, rel=1e-5), (f["train"], f["tokens"])
