@@ -20,11 +20,14 @@ class UnsupportedModelError(ValueError):
 # either read below or describes no computation (token ids, dtype, initialisation, bookkeeping).
 _FIXED: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "mistral": {"hidden_act": "silu"},
+    "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
 }
+_QKV_BIAS = {"qwen2"}  # no field of their configuration says so
 _READ = {
     "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "vocab_size", "tie_word_embeddings", "rms_norm_eps", "max_position_embeddings",
-    "rope_parameters", "rope_theta", "rope_scaling",
+    "rope_parameters", "rope_theta", "rope_scaling", "sliding_window", "layer_types", "max_window_layers",
 }  # fmt: skip
 _NO_COMPUTATION = {
     "architectures", "torch_dtype", "dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -51,6 +54,7 @@ class Architecture:
     rope_theta: float
     rms_eps: float
     max_positions: int
+    qkv_bias: bool = False
 
     @property
     def qkv_rows(self) -> int:
@@ -61,7 +65,8 @@ class Architecture:
     def num_parameters(self) -> int:
         """Parameters of the model, a tied embedding counted once."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
+        bias = self.qkv_rows if self.qkv_bias else 0
+        layer = attention + bias + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
@@ -86,6 +91,7 @@ class Architecture:
         if family not in _FIXED:
             raise UnsupportedModelError(f"model_type {family!r} is not supported; expected one of {sorted(_FIXED)}")
         _refuse_unknown(config, family)
+        _refuse_sliding_window(config, family)
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return cls(
             family=family,
@@ -100,6 +106,7 @@ class Architecture:
             rope_theta=_rope_theta(config),
             rms_eps=config.get("rms_norm_eps", 1e-6),
             max_positions=config.get("max_position_embeddings", 2048),
+            qkv_bias=family in _QKV_BIAS,
         )
 
 
@@ -130,6 +137,19 @@ def _refuse_unknown(config: Mapping[str, Any], family: str) -> None:
                 f"{family}: configuration field {key} = {value!r} is not understood; remove it if it does not change "
                 f"the computation"
             )
+
+
+def _refuse_sliding_window(config: Mapping[str, Any], family: str) -> None:
+    """A window that no sequence outgrows is full attention; any other is not computed here."""
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings", 2048)
+    if kinds and not (kinds == {"sliding_attention"} and window is not None and window >= longest):
+        raise UnsupportedModelError(f"{family}: layer_types {sorted(kinds)} are not supported; expected full_attention")
+    if family == "mistral" and window is not None and window < longest:
+        raise UnsupportedModelError(
+            f"{family}: sliding_window = {window} is not supported; set it to null and max_position_embeddings (now "
+            f"{longest}) to at most {window} if your sequences are no longer than that"
+        )
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:

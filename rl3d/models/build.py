@@ -80,6 +80,7 @@ def transformer_config(arch: Architecture, groups: ModelGroups, dtype: torch.dty
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
         "normalization": "RMSNorm",
         "layernorm_epsilon": arch.rms_eps,
         "hidden_dropout": 0.0,

@@ -7,6 +7,7 @@ it needs, and the export is the same list read backwards.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from rl3d.layout.spec import ParamSpec
@@ -26,7 +27,8 @@ class Segment(NamedTuple):
 class Rule:
     """One canonical parameter (``{i}`` = global layer) and where its rows are in the Hugging Face checkpoint.
 
-    ``dim``/``blocks`` are :class:`ParamSpec`'s; ``segments`` gets the architecture and the layer's HF prefix.
+    ``dim``/``blocks`` are :class:`ParamSpec`'s; ``segments`` gets the architecture and the layer's HF prefix; the rule
+    exists for architectures that satisfy ``condition``.
     """
 
     name: str
@@ -36,19 +38,20 @@ class Rule:
     blocks: Callable[[Architecture], tuple[int, ...]] | None = None
     place: str = "layer"
     vocabulary: bool = False
+    condition: Callable[[Architecture], bool] = lambda a: True
 
 
 def _whole(hf_name: str, rows: Callable[[Architecture], int]) -> Callable[[Architecture, str], list[Segment]]:
     return lambda a, prefix: [Segment(prefix + hf_name, 0, 0, rows(a))]
 
 
-def _grouped_qkv(a: Architecture, prefix: str) -> list[Segment]:
+def _grouped_qkv(a: Architecture, prefix: str, kind: str = "weight") -> list[Segment]:
     """Megatron interleaves by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]."""
     d, per_group = a.head_dim, a.num_heads // a.num_kv_heads
     out, row = [], 0
     for g in range(a.num_kv_heads):
         for proj, start, rows in (("q", g * per_group * d, per_group * d), ("k", g * d, d), ("v", g * d, d)):
-            out.append(Segment(f"{prefix}self_attn.{proj}_proj.weight", start, row, rows))
+            out.append(Segment(f"{prefix}self_attn.{proj}_proj.{kind}", start, row, rows))
             row += rows
     return out
 
@@ -61,12 +64,14 @@ def _gate_up(a: Architecture, prefix: str) -> list[Segment]:
 
 
 _LAYER = "decoder.layers.{i}."
-_LLAMA = (
+_DECODER = (
     Rule("embedding.word_embeddings.weight", lambda a: (a.vocab_size, a.hidden_size),
          _whole("model.embed_tokens.weight", lambda a: a.vocab_size), dim=0, place="pre", vocabulary=True),
     Rule(_LAYER + "input_layernorm.weight", lambda a: (a.hidden_size,),
          _whole("input_layernorm.weight", lambda a: a.hidden_size)),
     Rule(_LAYER + "self_attention.linear_qkv.weight", lambda a: (a.qkv_rows, a.hidden_size), _grouped_qkv, dim=0),
+    Rule(_LAYER + "self_attention.linear_qkv.bias", lambda a: (a.qkv_rows,), partial(_grouped_qkv, kind="bias"), dim=0,
+         condition=lambda a: a.qkv_bias),
     Rule(_LAYER + "self_attention.linear_proj.weight", lambda a: (a.hidden_size, a.num_heads * a.head_dim),
          _whole("self_attn.o_proj.weight", lambda a: a.hidden_size), dim=1),
     Rule(_LAYER + "pre_mlp_layernorm.weight", lambda a: (a.hidden_size,),
@@ -78,10 +83,12 @@ _LLAMA = (
     Rule("decoder.final_layernorm.weight", lambda a: (a.hidden_size,),
          _whole("model.norm.weight", lambda a: a.hidden_size), place="post"),
     Rule("output_layer.weight", lambda a: (a.vocab_size, a.hidden_size),
-         _whole("lm_head.weight", lambda a: a.vocab_size), dim=0, place="post", vocabulary=True),
+         _whole("lm_head.weight", lambda a: a.vocab_size), dim=0, place="post", vocabulary=True,
+         condition=lambda a: not a.tied),
 )  # fmt: skip
 
-FAMILIES: dict[str, tuple[Rule, ...]] = {"llama": _LLAMA}
+# these differ in what their configuration says, not in how their tensors correspond
+FAMILIES: dict[str, tuple[Rule, ...]] = {"llama": _DECODER, "mistral": _DECODER, "qwen2": _DECODER}
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ def mapped_parameters(arch: Architecture, padded_vocab: int, dtype: str = "float
         raise UnsupportedModelError(f"family {arch.family!r} has no rules; expected one of {sorted(FAMILIES)}")
     if padded_vocab < arch.vocab_size:
         raise UnsupportedModelError(f"padded vocabulary {padded_vocab} is smaller than the real one, {arch.vocab_size}")
-    rules = [r for r in FAMILIES[arch.family] if not (arch.tied and r.name == "output_layer.weight")]
+    rules = [r for r in FAMILIES[arch.family] if r.condition(arch)]
     before = [r for r in rules if r.place == "pre"]
     layer = [r for r in rules if r.place == "layer"]
     after = [r for r in rules if r.place == "post"]
