@@ -55,6 +55,7 @@ class Architecture:
     rms_eps: float
     max_positions: int
     qkv_bias: bool = False
+    rope_scaling: tuple[tuple[str, Any], ...] = ()
 
     @property
     def qkv_rows(self) -> int:
@@ -107,6 +108,7 @@ class Architecture:
             rms_eps=config.get("rms_norm_eps", 1e-6),
             max_positions=config.get("max_position_embeddings", 2048),
             qkv_bias=family in _QKV_BIAS,
+            rope_scaling=_rope_scaling(config),
         )
 
 
@@ -155,10 +157,6 @@ def _refuse_sliding_window(config: Mapping[str, Any], family: str) -> None:
 def _rope_theta(config: Mapping[str, Any]) -> float:
     """transformers 5 keeps theta in ``rope_parameters``; older files have it at the top. There is no silent default."""
     parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
-    if kind not in ("default", None):
-        raise UnsupportedModelError(f"RoPE scaling {kind!r} is not supported; expected 'default'")
     if parameters.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise UnsupportedModelError(f"partial_rotary_factor = {parameters['partial_rotary_factor']} is not supported")
     theta = parameters.get("rope_theta", config.get("rope_theta"))
@@ -168,3 +166,25 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
             "10000 is wrong for most models"
         )
     return float(theta)
+
+
+_ROPE_FIELDS = {
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+
+
+def _rope_scaling(config: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Scaling of the rotary frequencies as sorted pairs; empty for plain RoPE. Older files call it ``rope_scaling``."""
+    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
+    given = {k: v for k, v in found.items() if k not in ("type", "rope_theta", "partial_rotary_factor") and v is not None}
+    if kind == "default":
+        return ()
+    if kind not in _ROPE_FIELDS:
+        raise UnsupportedModelError(f"RoPE scaling {kind!r} is not supported; expected default, linear or llama3")
+    if set(given) != _ROPE_FIELDS[kind]:
+        raise UnsupportedModelError(
+            f"RoPE scaling {kind!r} has the fields {sorted(given)}; expected {sorted(_ROPE_FIELDS[kind])}"
+        )
+    return tuple(sorted({"rope_type": kind, **given}.items()))

@@ -16,6 +16,7 @@ from rl3d.distributed.groups import ModelGroups
 from rl3d.layout import stage_layers
 from rl3d.models.architecture import Architecture, UnsupportedModelError
 from rl3d.models.layers import PackedAttention, RMSNorm
+from rl3d.models.rope import inverse_frequencies
 
 
 @dataclass
@@ -138,6 +139,9 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
         rotary_base=arch.rope_theta,
         pg_collection=groups.pg_collection(),
     ).to(device)
+    frequencies = inverse_frequencies(arch, device)
+    if frequencies is not None:
+        model.rotary_pos_emb.inv_freq = frequencies
     if mode == "generate":
         model.eval().requires_grad_(False)
     return model

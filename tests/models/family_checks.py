@@ -8,9 +8,9 @@ import torch
 from rl3d import Actor
 
 
-def main(runtime: Any, directory: str, families: list[str]) -> dict[str, Any]:
+def main(runtime: Any, directory: str, families: list[str], length: int) -> dict[str, Any]:
     facts = {}
-    prompts = torch.tensor([[5, 9, 77, 3], [200, 11, 4, 8]])
+    prompts = torch.randint(3, 253, (2, length), generator=torch.Generator().manual_seed(2))
     for family in families:
         for train, gen in (("tp2.pp1.zero1", "tp2"), ("tp1.pp2.zero1", "tp1")):
             source = Path(directory) / family

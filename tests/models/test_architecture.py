@@ -25,6 +25,7 @@ def test_theta_comes_from_rope_parameters_or_the_top_and_is_never_guessed():
         ({"attention_bias": True}, "attention_bias"),
         ({"some_new_scale": 2.0}, "some_new_scale"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"quantization_config": {"bits": 4}}, "quanti"),
         ({"pretraining_tp": 2}, "pretraining_tp"),

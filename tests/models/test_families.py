@@ -13,7 +13,22 @@ MODELS = {
     "qwen2": transformers.Qwen2Config,
     "qwen2-tied": transformers.Qwen2Config,
     "mistral": transformers.MistralConfig,
+    "llama-linear": transformers.LlamaConfig,
+    "llama3": transformers.LlamaConfig,
 }
+SCALED = {
+    "llama-linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    # original length 32: the prompts reach far beyond it, where wrong frequencies show
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+PROMPT = 120
 LAYOUTS = ("tp2.pp1.zero1", "tp1.pp2.zero1")
 
 
@@ -21,7 +36,7 @@ def make(name):
     torch.manual_seed(1)
     settings = {k: v for k, v in TINY.items() if k != "head_dim"} | {"tie_word_embeddings": name.endswith("tied")}
     extra = {"sliding_window": None} if name == "mistral" else {}
-    config = MODELS[name](**settings, **extra, rope_parameters=ROPE, attn_implementation="eager")
+    config = MODELS[name](**settings, **extra, rope_parameters=SCALED.get(name, ROPE), attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -42,7 +57,12 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def facts(root):
-    return run_ranks("tests.models.family_checks:main", 2, {"directory": str(root), "families": list(MODELS)}, timeout=200)
+    return run_ranks(
+        "tests.models.family_checks:main",
+        2,
+        {"directory": str(root), "families": list(MODELS), "length": PROMPT},
+        timeout=200,
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -50,12 +70,12 @@ def facts(root):
 def test_generation_equals_transformers(facts, name, layout):
     found, model = facts[f"{name}-{layout}"], make(name)
     for row, logprobs in zip(found["sequences"], found["logprobs"], strict=True):
-        prompt = torch.tensor([row[:4]])
+        prompt = torch.tensor([row[:PROMPT]])
         expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False,
                                   eos_token_id=None, pad_token_id=0)[0].tolist()  # fmt: skip
         assert row == expected
         with torch.no_grad():
-            right = response_logprobs(model, torch.tensor(row), 4)
+            right = response_logprobs(model, torch.tensor(row), PROMPT)
         assert torch.tensor(logprobs) == pytest.approx(right, abs=1e-5)
     assert found["against_training"] < 1e-5
     assert found["changed"] == found["parameters"], "an update changes every parameter, biases included"
