@@ -41,19 +41,23 @@ def main(runtime: Any, directory: str, train: str = "tp2.pp2.zero1", gens: tuple
         for layout in dict.fromkeys([train, "tp1.pp1.zero1"])
         for tokens in (16, 4096)
     ]
+    # two valid samples for four data-parallel ranks: some have nothing to learn from, and none may hang
+    facts["few"] = [_one_update(root / "tied", "tp1.pp1.zero1", 4096, "token-mean", count=2, dtype=dtype)
+                    for dtype in ("float32", "bfloat16")]  # fmt: skip
     return facts
 
 
-def _one_update(directory: Path, train: str, micro_batch_tokens: int, mode: str) -> dict[str, Any]:
+def _one_update(directory: Path, train: str, micro_batch_tokens: int, mode: str, count: int = 8,
+                dtype: str = "float32") -> dict[str, Any]:  # fmt: skip
     """Loss and gradient norm of the same eight samples, one of them invalid, at a learning rate of 0."""
     config = PPOConfig(batch_size=8, kl_coef=0.0, entropy_coef=0.01, micro_batch_tokens=micro_batch_tokens,
                        loss_aggregation=mode, max_grad_norm=0.5)  # fmt: skip
-    actor = Actor(directory, train=train, algorithm=config)
+    actor = Actor(directory, train=train, algorithm=config, dtype=dtype)
     samples = [
         TrainSample(s.tokens[: s.prompt].tolist(), s.tokens[s.prompt :].tolist(), (-1.0) ** i * (i + 1), valid=i != 3)
-        for i, s in enumerate(sequences(0))
+        for i, s in enumerate(sequences(0)[:count])
     ]
-    metrics = actor.learn(samples, [range(8)], 0.7, lambda: 0.0)
+    metrics = actor.learn(samples, [range(count)], 0.7, lambda: 0.0)
     return {"train": train, "tokens": micro_batch_tokens, "mode": mode, **metrics}
 
 

@@ -104,11 +104,11 @@ def test_switches_are_profiled(facts):
         assert (back["received"] > 0) == (life["copy"] == "drop")
 
 
-def _expected_update(mode):
+def _expected_update(mode, count=8):
     """The same update by transformers and autograd: loss and gradient norm, verl's aggregation over seven valid samples."""
     model = hf_llama(tied=True)
     terms, tokens = [], 0
-    for i, s in enumerate(sequences(0)):
+    for i, s in enumerate(sequences(0)[:count]):
         if i == 3:
             continue
         logp = torch.log_softmax(model(s.tokens[None]).logits[0, s.prompt - 1 : -1] / 0.7, -1)
@@ -133,3 +133,11 @@ def test_an_update_does_not_depend_on_micro_batches_or_layout(facts):
         for f in found:
             assert f["actor/total_loss"] == pytest.approx(loss, rel=1e-5), (f["train"], f["tokens"])
             assert f["actor/grad_norm"] == pytest.approx(norm, rel=1e-5), (f["train"], f["tokens"])
+
+
+def test_ranks_without_samples_take_part(facts):
+    loss, norm = _expected_update("token-mean", count=2)
+    exact, rounded = facts["few"]
+    assert exact["actor/total_loss"] == pytest.approx(loss, rel=1e-5)
+    assert exact["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert rounded["actor/grad_norm"] == pytest.approx(norm, rel=5e-2)
