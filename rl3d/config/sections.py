@@ -274,10 +274,6 @@ class RewardConfig(Section):
         le=1,
         description="Failed samples are left out of the loss; a larger share of them ends the run.",
     )
-    overlong_penalty: Literal["none"] = Field(
-        default="none",
-        description="Penalty for responses cut by max_new_tokens.",
-    )
 
     @model_validator(mode="after")
     def _some_function(self) -> "RewardConfig":

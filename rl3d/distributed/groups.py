@@ -65,7 +65,6 @@ class ModelGroups:
     pp_size: int
     dp_rank: int
     dp_size: int
-    model_ranks: tuple[int, ...]
 
     @property
     def is_first_stage(self) -> bool:
@@ -104,7 +103,6 @@ def training_groups(mesh: Mesh, registry: GroupRegistry) -> ModelGroups:
     return ModelGroups(
         tp=tp, pp=pp, dp=dp, mp=mp, embd=embd, single=single,
         tp_rank=coord.tp, tp_size=mesh.tp, pp_rank=coord.pp, pp_size=mesh.pp, dp_rank=coord.dp, dp_size=mesh.dp,
-        model_ranks=tuple(dist.get_process_group_ranks(mp)),
     )  # fmt: skip
 
 
@@ -125,5 +123,4 @@ def generation_groups(replicas: Sequence[tuple[int, ...]], registry: GroupRegist
     return ModelGroups(
         tp=tp, pp=single, dp=single, mp=tp, embd=None, single=single,
         tp_rank=ranks.index(rank), tp_size=len(ranks), pp_rank=0, pp_size=1, dp_rank=replica, dp_size=len(replicas),
-        model_ranks=ranks,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl3d.algorithms.advantages import grpo_advantages
-from rl3d.config import ConfigError, PPOConfig, passthrough_problems
+from rl3d.config import ConfigError, PPOConfig, passthrough_problems, zero_stage_from_fsdp
 from rl3d.distributed import bootstrap
 from rl3d.distributed.control import ControlChannel
 from rl3d.engine.assemble import ActorSettings, assemble
@@ -110,8 +110,10 @@ class Actor:
         self.tokenizer = self.source.tokenizer
         if max_sequence_length is None:
             max_sequence_length = min(2048, Architecture.from_hf(self.source.directory).max_positions)
+        train = train if isinstance(train, TrainLayout) else TrainLayout.parse(train)
+        stage = zero_stage_from_fsdp(self.algorithm.fsdp_config)
         self.settings = ActorSettings(
-            train=train if isinstance(train, TrainLayout) else TrainLayout.parse(train),
+            train=train if stage is None else replace(train, zero=stage),
             gen=gen if isinstance(gen, GenLayout) else GenLayout.parse(gen),
             order=None if order == "auto" else tuple(order.split("-")),  # type: ignore[arg-type]
             dtype=_dtype(dtype, self.runtime.device),

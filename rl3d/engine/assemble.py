@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl3d.config import PPOConfig
+from rl3d.config import SUPPORTED_ZERO, PPOConfig
 from rl3d.distributed import bootstrap
 from rl3d.distributed.bootstrap import Runtime
 from rl3d.distributed.groups import GroupRegistry, ModelGroups, generation_groups, training_groups
@@ -22,7 +22,7 @@ from rl3d.engine.zero import AdamSettings
 from rl3d.generation.attention import CachedSelfAttention
 from rl3d.generation.megatron import MegatronGenerator
 from rl3d.io.import_hf import import_hf
-from rl3d.layout import GenLayout, Mesh, TrainLayout
+from rl3d.layout import GenLayout, LayoutError, Mesh, TrainLayout
 from rl3d.layout.sharding import ShardLayout
 from rl3d.models import Architecture, parameter_specs
 from rl3d.models.build import build_model, canonical_parameters, check_tensor_parallel
@@ -74,6 +74,8 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     """
     arch = Architecture.from_hf(directory)
     train, gen, world = settings.train.resolve(runtime.world_size), settings.gen, runtime.world_size
+    if train.zero not in SUPPORTED_ZERO:
+        raise LayoutError(f"training layout {train}: this release trains with zero1; write zero1 for zero{train.zero}")
     check_tensor_parallel(arch, train.tp, "layout.train")
     check_tensor_parallel(arch, gen.tp, "layout.gen")
     padded_vocab = arch.padded_vocab(train.tp, gen.tp)
@@ -134,6 +136,8 @@ def _meshes(specs: Sequence[Any], train: TrainLayout, gen: GenLayout, order: tup
     choices = mesh_choices(specs, train, gen, runtime.world_size, per_node)
     if order is not None:
         choices = [c for c in choices if c.order == order]
+        if not choices:
+            raise LayoutError(f"mesh order {'-'.join(order)!r}: expected auto or tp, pp and dp in some order, as tp-pp-dp")
     best = min(choices)
     return Mesh.of(train, runtime.world_size, best.order), best.gen_groups(gen.tp, runtime.world_size)
 

@@ -59,7 +59,8 @@ def build(config: RunConfig) -> RLTrainer:
         device=layout.device, algorithm=algorithm, max_sequence_length=config.model.max_sequence_length,
         max_sequences=rollout.max_sequences, max_prefill_tokens=rollout.max_batch_tokens,
         staging_mib=layout.staging_mib, verify=layout.verify == "full",
-        training_copy=layout.training_copy, reference=algorithm.needs_reference,
+        training_copy=layout.training_copy, use_flash_attention=config.model.attention == "auto",
+        reference=algorithm.needs_reference,
         reference_residency=algorithm.reference_residency, deepspeed=config.deepspeed, megatron=config.megatron,
         seed=config.trainer.seed, timeout_s=config.trainer.timeout_s,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl3d.config import PPOConfig, RolloutConfig, RunConfig, TrainerConfig
-from rl3d.data.batch import Prompt, Sample
+from rl3d.data.batch import Sample
 from rl3d.data.dataset import PromptDataset, PromptStream
 from rl3d.engine.actor import Actor
 from rl3d.rewards.runner import as_runner
@@ -231,6 +231,3 @@ class RLTrainer:
         self.global_step, self.optimizer_steps = state.step, state.optimizer_steps
         left = max(self._total_steps - state.step, 0)
         self.console.line(f"Resumed from {path}: {state.step} steps done, {left} to go")
-
-
-__all__ = ["Callback", "Flows", "Prompt", "RLTrainer", "Sample"]

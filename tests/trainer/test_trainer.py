@@ -92,5 +92,6 @@ def test_a_script_with_a_model_object_and_rows(root):
     width = expected.shape[1]
     assert [row[:width] for row in facts["greedy"]] == expected.tolist()
     assert "needs a reference model" in facts["errors"][0] and "eps = 0.001" in facts["errors"][1]
+    assert ["write zero1 for zero3" in facts["errors"][2], "write zero1 for zero2" in facts["errors"][3]] == [True, True]
     assert facts["steps"] == 2 and facts["reward"] >= 0.5 and facts["reference"]
     assert facts["length"] == CONFIG["max_position_embeddings"]

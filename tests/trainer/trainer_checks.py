@@ -131,6 +131,11 @@ def script(runtime: Any, directory: str) -> dict[str, Any]:
             RLTrainer(plain, tokenizer, [{"prompt": "a :", "answer": "a"}], config, score)
         except ValueError as error:
             errors.append(str(error))
+    for sharding in ({"algorithm": PPOConfig(fsdp_config={"sharding_strategy": "FULL_SHARD"})}, {"train": "tp1.pp1.zero2"}):
+        try:
+            Actor(root / "model", **sharding)
+        except ValueError as error:
+            errors.append(str(error))
     rows = [{"prompt": f"{letter} :", "answer": letter} for letter in "abcdabcd"]
     config = PPOConfig(batch_size=4, mini_batch_size=2, lr=1e-3)
     trainer = RLTrainer(
