@@ -1,0 +1,36 @@
+"""Shapes of well-known models: their ``config.json``, shipped in configs/models/, found by a short name.
+
+They hold sizes, no weights: enough to plan layouts, predict memory and time, and build random weights.
+"""
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from rl3d.models.architecture import UnsupportedModelError
+
+# beside the package in a checkout; inside it in an installed wheel
+_PLACES = (Path(__file__).parents[2] / "configs" / "models", Path(__file__).parents[1] / "configs" / "models")
+
+
+def shape_names() -> tuple[str, ...]:
+    """Names that :func:`shape` knows, for example ``llama2-7b``."""
+    return tuple(sorted(_files()))
+
+
+def shape(name: str) -> dict[str, Any]:
+    """The Hugging Face configuration of a shipped shape.
+
+    Raises :class:`UnsupportedModelError` for a name that is not there; the message gives the closest ones.
+    """
+    files = _files()
+    if name.lower() not in files:
+        close = difflib.get_close_matches(name.lower(), files, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(sorted(files))}"
+        raise UnsupportedModelError(f"{name!r} is not a shipped shape; {hint}")
+    return json.loads(files[name.lower()].read_text(encoding="utf-8"))
+
+
+def _files() -> dict[str, Path]:
+    return {file.stem: file for place in _PLACES for file in place.glob("*.json")}
