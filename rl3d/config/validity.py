@@ -14,6 +14,7 @@ from typing import Any
 
 from rl3d.config.base import ConfigError, Problem
 from rl3d.config.run import RunConfig
+from rl3d.layout import LayoutError, stage_layers
 
 SUPPORTED_ZERO = (1,)
 """ZeRO stages that the training engine runs."""
@@ -133,7 +134,8 @@ def _importable(function: str) -> bool:
 
 
 def check_model(cfg: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """Refuse layouts that cannot cut this model: heads and ffn by tp, layers by pp, and too short a context.
+    """Refuse layouts that cannot cut this model: heads and ffn by tp, fewer layers than stages, and too short a
+    context.
 
     megatron-core cuts the fused QKV by raw rows, so a tp above the number of KV heads is possible where it is a
     multiple of it. Raises :class:`ConfigError` naming the key and the sizes that would do.
@@ -154,11 +156,10 @@ def check_model(cfg: RunConfig, hf_config: Mapping[str, Any]) -> None:
         if reason := _cut_problem(tp, heads, kv_heads, ffn):
             choices = " or ".join(str(n) for n in options[:8])
             problems.append(Problem(key, f"{reason}; choose tp {choices}", text))
-    if layers % train.pp:
-        choices = " or ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
-        problems.append(
-            Problem("layout.train", f"{layers} layers do not divide by pp={train.pp}; choose pp {choices}", str(train))
-        )
+    try:
+        stage_layers(layers, train.pp, train.vpp)
+    except LayoutError as error:
+        problems.append(Problem("layout.train", str(error), str(train)))
     limit, wanted = inner.get("max_position_embeddings"), cfg.model.max_sequence_length
     if isinstance(limit, int) and wanted is not None and wanted > limit:
         problems.append(

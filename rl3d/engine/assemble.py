@@ -76,13 +76,15 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     train, gen, world = settings.train.resolve(runtime.world_size), settings.gen, runtime.world_size
     if train.zero not in SUPPORTED_ZERO:
         raise LayoutError(f"training layout {train}: this release trains with zero1; write zero1 for zero{train.zero}")
+    if train.vpp > 1:
+        raise LayoutError(f"training layout {train}: the engine runs plain stages; drop vpp{train.vpp}")
     check_tensor_parallel(arch, train.tp, "layout.train")
     check_tensor_parallel(arch, gen.tp, "layout.gen")
     padded_vocab = arch.padded_vocab(train.tp, gen.tp)
     dtype_name = str(settings.dtype).removeprefix("torch.")
     specs = parameter_specs(arch, padded_vocab, dtype_name)
     mesh, replicas = _meshes(specs, train, gen, settings.order, runtime)
-    source = ShardLayout.training(mesh, arch.num_layers, zero=train.zero)
+    source = ShardLayout.training(mesh, arch.num_layers, zero=train.zero, vpp=train.vpp)
     target = ShardLayout.replicas(gen.tp, replicas, arch.num_layers)
 
     bootstrap.init_deepspeed()

@@ -49,18 +49,27 @@ def _fields(text: str, allowed: Iterable[str], kind: str) -> dict[str, int]:
 class TrainLayout:
     """Training layout: tensor, pipeline and data parallel sizes and the ZeRO stage (0-3).
 
-    ``dp`` is ``None`` until :meth:`resolve` derives it from the number of ranks.
+    ``dp`` is ``None`` until :meth:`resolve` derives it from the number of ranks. ``vpp`` is the number of chunks of
+    layers that each pipeline stage holds; above 1 the stages are interleaved, which needs ``pp`` above 1.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int | None = None
     zero: int = 1
+    vpp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.vpp > 1 and self.pp == 1:
+            raise LayoutError(
+                f"training layout {self}: vpp{self.vpp} interleaves the stages of a pipeline, but there is one stage; "
+                f"drop vpp{self.vpp} or write pp2 or more"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "TrainLayout":
-        """Read ``tp2.pp2.dp1.zero1``. Raises :class:`LayoutError` on anything else."""
-        found = _fields(text, ("tp", "pp", "dp", "zero"), "training")
+        """Read ``tp2.pp2.dp1.zero1`` or ``tp2.pp2.vpp2.zero1``. Raises :class:`LayoutError` on anything else."""
+        found = _fields(text, ("tp", "pp", "vpp", "dp", "zero"), "training")
         if found.get("zero", 1) > 3:
             raise LayoutError(f"training layout {text!r}: zero{found['zero']} does not exist; use zero0, 1, 2 or 3")
         return cls(**found)
@@ -88,7 +97,8 @@ class TrainLayout:
 
     def __str__(self) -> str:
         dp = "" if self.dp is None else f".dp{self.dp}"
-        return f"tp{self.tp}.pp{self.pp}{dp}.zero{self.zero}"
+        vpp = "" if self.vpp == 1 else f".vpp{self.vpp}"
+        return f"tp{self.tp}.pp{self.pp}{vpp}{dp}.zero{self.zero}"
 
 
 @dataclass(frozen=True)
@@ -196,15 +206,3 @@ class GenMesh:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Tensor-parallel groups, one per replica."""
         return tuple(self.ranks[i : i + self.tp] for i in range(0, len(self.ranks), self.tp))
-
-
-def stage_layers(num_layers: int, pp: int) -> tuple[range, ...]:
-    """Global layer indices of each pipeline stage.
-
-    Raises :class:`LayoutError` when the layers do not divide: a model with fewer layers than asked for is never built.
-    """
-    if num_layers % pp:
-        options = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
-        raise LayoutError(f"{num_layers} layers do not divide into pp = {pp} stages; choose pp among {options}")
-    size = num_layers // pp
-    return tuple(range(i * size, (i + 1) * size) for i in range(pp))

@@ -7,9 +7,10 @@ layout of flat ZeRO partitions needs only another answer to it.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rl3d.layout.parallel import GenMesh, LayoutError, Mesh, stage_layers
+from rl3d.layout.parallel import GenMesh, LayoutError, Mesh, TrainLayout
 from rl3d.layout.regions import Box, Holding, cut_atoms, matrix_shape
 from rl3d.layout.spec import ParamSpec
+from rl3d.layout.stages import stage_layers
 
 _ITEMSIZE = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
@@ -68,7 +69,7 @@ class ShardLayout:
     (one stage).
     """
 
-    def __init__(self, name: str, tp: int, layers: Sequence[range], places: Mapping[int, tuple[int, int]]) -> None:
+    def __init__(self, name: str, tp: int, layers: Sequence[Sequence[int]], places: Mapping[int, tuple[int, int]]) -> None:
         """``places`` maps each global rank to (stage, tensor-parallel index); ``layers`` is per stage."""
         self.name = name
         self.tp = tp
@@ -81,13 +82,14 @@ class ShardLayout:
         self._atoms: dict[int, tuple[Atom, ...]] = {}
 
     @classmethod
-    def training(cls, mesh: Mesh, num_layers: int, *, zero: int = 1) -> "ShardLayout":
+    def training(cls, mesh: Mesh, num_layers: int, *, zero: int = 1, vpp: int = 1) -> "ShardLayout":
         """Layout of the 16-bit parameters of a training mesh. Raises :class:`LayoutError` for ZeRO stage 3."""
-        name = f"tp{mesh.tp}.pp{mesh.pp}.dp{mesh.dp}.zero{zero}"
+        name = str(TrainLayout(mesh.tp, mesh.pp, mesh.dp, zero, vpp))
         if zero not in (0, 1, 2):
             raise LayoutError(f"training layout {name}: zero{zero} keeps no whole TP-local tensors; use zero0, 1 or 2")
         coords = {rank: mesh.coords(rank) for rank in range(mesh.world_size)}
-        return cls(name, mesh.tp, stage_layers(num_layers, mesh.pp), {r: (c.pp, c.tp) for r, c in coords.items()})
+        layers = stage_layers(num_layers, mesh.pp, vpp)
+        return cls(name, mesh.tp, layers, {r: (c.pp, c.tp) for r, c in coords.items()})
 
     @classmethod
     def generation(cls, mesh: GenMesh, num_layers: int) -> "ShardLayout":

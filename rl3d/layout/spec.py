@@ -4,6 +4,7 @@ Everything is arithmetic on global indices; nothing is guessed from module class
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,7 +80,7 @@ class ParamSpec:
             local += part
         return tuple(out)
 
-    def on_stage(self, stage: int, layers: tuple[range, ...]) -> bool:
+    def on_stage(self, stage: int, layers: Sequence[Sequence[int]]) -> bool:
         """Whether pipeline stage ``stage`` holds this parameter, given the layers of each stage."""
         if self.layer is not None:
             return self.layer in layers[stage]

@@ -114,10 +114,10 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
 
     Raises:
         UnsupportedModelError: heads or MLP not divisible by tp.
-        LayoutError: layers not divisible by pp.
+        LayoutError: fewer layers than stages.
     """
     check_tensor_parallel(arch, groups.tp_size, "layout.train" if mode == "train" else "layout.gen")
-    stage_layers(arch.num_layers, groups.pp_size)
+    layers = stage_layers(arch.num_layers, groups.pp_size)[groups.pp_rank]
     config = transformer_config(arch, groups, dtype, device, **overrides)
     config.use_flash_attention = use_flash_attention  # read by PackedAttention
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -126,7 +126,7 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     if self_attention is not None:
         layer.submodules.self_attention.module = self_attention
-    block = TransformerBlockSubmodules(layer_specs=[layer] * (arch.num_layers // groups.pp_size), layer_norm=RMSNorm)
+    block = TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=RMSNorm)
     model = PackedGPTModel(
         config,
         block,
@@ -139,6 +139,10 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
         rotary_base=arch.rope_theta,
         pg_collection=groups.pg_collection(),
     ).to(device)
+    for index, module in zip(layers, model.decoder.layers, strict=True):
+        for part in module.modules():  # megatron-core numbers layers as if every stage held the same number
+            if hasattr(part, "layer_number"):
+                part.layer_number = index + 1
     frequencies = inverse_frequencies(arch, device)
     if frequencies is not None:
         model.rotary_pos_emb.inv_freq = frequencies
@@ -149,12 +153,12 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
 
 def canonical_parameters(model: torch.nn.Module, arch: Architecture, groups: ModelGroups) -> dict[str, torch.nn.Parameter]:
     """Canonical (global layer index) name -> parameter of this rank's part of the model."""
-    first = stage_layers(arch.num_layers, groups.pp_size)[groups.pp_rank].start
+    layers = stage_layers(arch.num_layers, groups.pp_size)[groups.pp_rank]
     out = {}
     for name, parameter in model.named_parameters():
         if name.startswith("decoder.layers."):
             head, rest = name.removeprefix("decoder.layers.").split(".", 1)
-            name = f"decoder.layers.{int(head) + first}.{rest}"
+            name = f"decoder.layers.{layers[int(head)]}.{rest}"
         elif name == "output_layer.weight" and arch.tied:
             name = "embedding.word_embeddings.weight"
         out[name] = parameter

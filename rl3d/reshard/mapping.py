@@ -84,7 +84,7 @@ def mesh_choices(
     def span(groups: Sequence[Sequence[int]]) -> int:
         return max(len({rank // gpus_per_node for rank in group}) for group in groups) if gpus_per_node else 1
 
-    need, overlap = _bytes(specs, resolved.tp, resolved.pp, gen.tp)
+    need, overlap = _bytes(specs, resolved, gen.tp)
     strides = [n for n in range(1, replicas + 1) if replicas % n == 0]
     found: list[MeshChoice] = []
     for first, second, third in sorted(permutations(AXES), key=lambda order: order != AXES):
@@ -101,9 +101,10 @@ def mesh_choices(
     return found
 
 
-def _bytes(specs: Sequence[ParamSpec], tp: int, pp: int, tp_gen: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _bytes(specs: Sequence[ParamSpec], train: TrainLayout, tp_gen: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """``need[slot]`` and ``overlap[stage, tp, slot]`` in bytes; equal parameters are counted and multiplied."""
-    layers = stage_layers(count_layers(specs), pp)
+    tp, pp = train.tp, train.pp
+    layers = stage_layers(count_layers(specs), pp, train.vpp)
     stage_of = {layer: stage for stage, part in enumerate(layers) for layer in part}
     kinds: Counter[tuple] = Counter()
     for spec in specs:

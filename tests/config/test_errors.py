@@ -127,7 +127,7 @@ MODELS = [
     (9, 3, 30, 1536, "tp1.pp2", "tp1", None),
     (9, 3, 30, 1536, "tp1.pp1", "tp2", ["layout.gen = 'tp2'", "9 query heads do not divide by tp=2", "tp 1 or 3"]),
     (9, 3, 30, 1536, "tp3.pp1", "tp3", None),
-    (9, 3, 30, 1536, "tp1.pp4", "tp1", ["layout.train", "30 layers do not divide by pp=4", "pp 1 or 2 or 3 or 5"]),
+    (9, 3, 3, 1536, "tp1.pp4", "tp1", ["layout.train", "3 layers do not fill pp = 4 stages", "lower pp"]),
     (8, 2, 4, 64, "tp4.pp1", "tp8", None),  # tp above the kv heads: a multiple of them
     (12, 4, 4, 96, "tp1.pp1", "tp6", ["layout.gen = 'tp6'", "neither divides the 4 key/value heads", "tp 1 or 2 or 4"]),
     (6, 2, 4, 64, "tp2.pp1", "tp6", ["layout.gen = 'tp6'", "feed-forward size 64 does not divide by tp=6"]),
