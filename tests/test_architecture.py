@@ -9,6 +9,7 @@ FLOORS = [
     {"layout"},
     {"config", "reshard", "distributed", "utils"},
     {"models"},
+    {"estimate"},
     {"io"},
     {"algorithms", "data", "generation"},
     {"rewards"},

@@ -1,0 +1,27 @@
+"""Arguments that several commands share."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+
+def command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, more: str = "") -> Any:
+    """The parser of one command; ``text`` is its line in ``rl3d --help``, ``more`` follows in its own help."""
+    sub = commands.add_parser(name, help=text, description=f"{text} {more}".strip())
+    sub.set_defaults(command=name, run=run)
+    return sub
+
+
+def config_file(sub: Any) -> None:
+    """CONFIG and key=value ..., as every command takes them that reads a configuration file."""
+    sub.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
+    sub.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="change a key, for example algorithm.lr=1e-6 trainer.steps=10"
+    )
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
+    return int(text)

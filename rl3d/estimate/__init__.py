@@ -1,0 +1,1 @@
+"""What a run will need, from arithmetic over the architecture, the layouts and the settings. No torch at import."""
