@@ -14,7 +14,7 @@ from typing import Any
 
 from rl3d.config.base import ConfigError, Problem
 from rl3d.config.run import RunConfig
-from rl3d.layout import LayoutError, stage_layers
+from rl3d.layout import LayoutError, cut_problem, stage_layers, tp_sizes
 
 SUPPORTED_ZERO = (1,)
 """ZeRO stages that the training engine runs."""
@@ -149,11 +149,11 @@ def check_model(cfg: RunConfig, hf_config: Mapping[str, Any]) -> None:
     if missing:
         text = f"its configuration does not say {', '.join(missing)}; expected a decoder such as llama"
         raise ConfigError(Problem(where, text, cfg.model.path or hf_config.get("model_type")))
-    options = [n for n in range(1, heads + 1) if not _cut_problem(n, heads, kv_heads, ffn)]
+    options = tp_sizes(heads, kv_heads, ffn)
     problems = []
     train, gen = cfg.layout.train_layout, cfg.layout.gen_layout
     for key, text, tp in (("layout.train", str(train), train.tp), ("layout.gen", str(gen), gen.tp)):
-        if reason := _cut_problem(tp, heads, kv_heads, ffn):
+        if reason := cut_problem(tp, heads, kv_heads, ffn):
             choices = " or ".join(str(n) for n in options[:8])
             problems.append(Problem(key, f"{reason}; choose tp {choices}", text))
     try:
@@ -172,13 +172,3 @@ def check_model(cfg: RunConfig, hf_config: Mapping[str, Any]) -> None:
         )
     if problems:
         raise ConfigError(problems)
-
-
-def _cut_problem(tp: int, heads: int, kv_heads: int, ffn: int) -> str | None:
-    if heads % tp:
-        return f"{heads} query heads do not divide by tp={tp}"
-    if kv_heads % tp and tp % kv_heads:
-        return f"tp={tp} neither divides the {kv_heads} key/value heads nor is a multiple of them"
-    if ffn % tp:
-        return f"the feed-forward size {ffn} does not divide by tp={tp}"
-    return None
