@@ -74,6 +74,30 @@ def split_box(box: Box, max_elements: int) -> list[Box]:
     return [Box(box.row + a, box.col, b - a, box.cols) for a, b in pairwise(cuts)]
 
 
+def flat_interval(holding: Holding, start: int, stop: int) -> list[Holding]:
+    """The part of a holding inside elements ``start`` to ``stop`` of its contiguous local tensor.
+
+    The result lies in a tensor of its own that begins with element ``start``: a flat ZeRO partition. It is at most three
+    boxes: the end of a row, whole rows, the beginning of a row.
+    """
+    box, pitch = holding.box, holding.pitch
+    top, left = divmod(holding.offset, pitch)
+    (first, begin), (last, end) = divmod(start, pitch), divmod(stop, pitch)
+    if first == last:
+        runs = [Box(first, begin, 1, end - begin)]
+    else:
+        whole = first + (begin > 0)
+        runs = [Box(whole, 0, last - whole, pitch), Box(last, 0, 1, end)]
+        runs[:0] = [Box(first, begin, 1, pitch - begin)] if begin else []
+    out = []
+    for run in runs:
+        part = run.intersect(Box(top, left, box.rows, box.cols))
+        if part is not None:
+            at = part.row * pitch + part.col - start
+            out.append(Holding(part._replace(row=part.row - top + box.row, col=part.col - left + box.col), at, pitch))
+    return out
+
+
 def cut_atoms(box: Box, holders: Sequence[Sequence[Holding]]) -> list[tuple[Box, tuple[tuple[int, Holding], ...]]]:
     """Cut ``box`` into atoms, each held entirely or not at all by every holder.
 

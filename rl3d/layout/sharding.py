@@ -1,14 +1,15 @@
 """Shard layouts: which rank holds which boxes of which parameter, and where in its local tensor.
 
-A layout answers one question, :meth:`ShardLayout.shards`; planner, executor and fingerprints ask nothing else, so a
-layout of flat ZeRO partitions needs only another answer to it.
+A layout answers one question, :meth:`ShardLayout.shards`; planner, executor and fingerprints ask nothing else.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rl3d.layout.parallel import GenMesh, LayoutError, Mesh, TrainLayout
-from rl3d.layout.regions import Box, Holding, cut_atoms, matrix_shape
+from rl3d.layout.regions import Box, Holding, cut_atoms, flat_interval, matrix_shape
 from rl3d.layout.spec import ParamSpec
 from rl3d.layout.stages import stage_layers
 
@@ -62,20 +63,41 @@ class Atom:
         return Holding(self.box, held.locate(self.box), held.pitch)
 
 
-class ShardLayout:
-    """A whole model over ranks: tensor parallel inside a stage, layers over stages, replicas for the rest.
+class Place(NamedTuple):
+    """Position of a rank in a layout: pipeline stage, tensor-parallel index, index of its flat part (ZeRO-3: dp rank)."""
 
-    Covers training at ZeRO stages 0-2 (16-bit parameters are whole TP-local tensors on every DP rank) and generation
-    (one stage).
+    stage: int
+    tp: int
+    part: int = 0
+
+
+class ShardLayout:
+    """A whole model over ranks: tensor parallel inside a stage, layers over stages, flat parts or replicas for the rest.
+
+    Covers training at ZeRO stages 0-2 (16-bit parameters are whole TP-local tensors on every DP rank), at stage 3 (each
+    TP-local tensor is cut into flat parts of equal length, one per DP rank, the last ones padded) and generation (one
+    stage).
     """
 
-    def __init__(self, name: str, tp: int, layers: Sequence[Sequence[int]], places: Mapping[int, tuple[int, int]]) -> None:
-        """``places`` maps each global rank to (stage, tensor-parallel index); ``layers`` is per stage."""
+    def __init__(
+        self,
+        name: str,
+        tp: int,
+        layers: Sequence[Sequence[int]],
+        places: Mapping[int, tuple[int, ...]],
+        *,
+        parts: int | None = None,
+    ) -> None:
+        """``places`` maps each global rank to a :class:`Place`; ``layers`` is per stage.
+
+        ``parts`` is the number of flat parts that every TP-local tensor is cut into; ``None`` keeps it whole.
+        """
         self.name = name
         self.tp = tp
         self.layers = tuple(layers)
-        self.places = dict(sorted(places.items()))
-        self._members: dict[tuple[int, int], list[int]] = {}
+        self.parts = parts
+        self.places = {rank: Place(*place) for rank, place in sorted(places.items())}
+        self._members: dict[Place, list[int]] = {}
         for rank, place in self.places.items():
             self._members.setdefault(place, []).append(rank)
         self._shards: dict[tuple, tuple[Shard, ...]] = {}
@@ -83,13 +105,20 @@ class ShardLayout:
 
     @classmethod
     def training(cls, mesh: Mesh, num_layers: int, *, zero: int = 1, vpp: int = 1) -> "ShardLayout":
-        """Layout of the 16-bit parameters of a training mesh. Raises :class:`LayoutError` for ZeRO stage 3."""
+        """Layout of the 16-bit parameters of a training mesh.
+
+        At ZeRO stage 3 the local tensor of a parameter is flat, ``ceil(TP-local elements / dp)`` long, and DP rank ``r``
+        holds the elements from ``r`` times that on (DeepSpeed's ``ds_tensor``). Raises :class:`LayoutError` for a stage
+        that does not exist.
+        """
         name = str(TrainLayout(mesh.tp, mesh.pp, mesh.dp, zero, vpp))
-        if zero not in (0, 1, 2):
-            raise LayoutError(f"training layout {name}: zero{zero} keeps no whole TP-local tensors; use zero0, 1 or 2")
+        if zero not in (0, 1, 2, 3):
+            raise LayoutError(f"training layout {name}: zero{zero} does not exist; use zero0, 1, 2 or 3")
         coords = {rank: mesh.coords(rank) for rank in range(mesh.world_size)}
         layers = stage_layers(num_layers, mesh.pp, vpp)
-        return cls(name, mesh.tp, layers, {r: (c.pp, c.tp) for r, c in coords.items()})
+        flat = zero == 3
+        places = {r: Place(c.pp, c.tp, c.dp if flat else 0) for r, c in coords.items()}
+        return cls(name, mesh.tp, layers, places, parts=mesh.dp if flat else None)
 
     @classmethod
     def generation(cls, mesh: GenMesh, num_layers: int) -> "ShardLayout":
@@ -102,14 +131,14 @@ class ShardLayout:
 
         Raises :class:`LayoutError` for a group of another size, one that does not rise, or a rank in two groups.
         """
-        places: dict[int, tuple[int, int]] = {}
+        places: dict[int, Place] = {}
         for group in groups:
             if len(group) != tp or list(group) != sorted(set(group)) or places.keys() & set(group):
                 raise LayoutError(
                     f"generation group {tuple(group)} must be {tp} rising ranks that are in no other group: process "
                     "groups sort their ranks and the position is the slot"
                 )
-            places |= {rank: (0, slot) for slot, rank in enumerate(group)}
+            places |= {rank: Place(0, slot) for slot, rank in enumerate(group)}
         return cls(f"tp{tp}x{len(groups)}", tp, (range(num_layers),), places)
 
     @property
@@ -118,7 +147,8 @@ class ShardLayout:
 
     def local_shape(self, spec: ParamSpec) -> tuple[int, ...]:
         """Shape of the local tensor on every rank that holds ``spec``."""
-        return spec.local_shape(self.tp)
+        shape = spec.local_shape(self.tp)
+        return shape if self.parts is None else (-(-math.prod(shape) // self.parts),)
 
     def holds(self, spec: ParamSpec, rank: int) -> bool:
         """Whether ``rank`` has a local tensor for ``spec``."""
@@ -150,11 +180,25 @@ class ShardLayout:
     def _make_shards(self, spec: ParamSpec, stages: tuple[int, ...]) -> Iterable[Shard]:
         slots = range(self.tp) if spec.dim is not None else (None,)
         for slot in slots:
+            real, pads = _tp_holdings(spec, self.tp, slot or 0)
             tps = range(self.tp) if slot is None else (slot,)
-            ranks = sorted({r for stage in stages for tp in tps for r in self._members.get((stage, tp), ())})
-            if ranks:
-                real, pads = _tp_holdings(spec, self.tp, slot or 0)
-                yield Shard(tuple(ranks), real, pads)
+            for part in range(self.parts or 1):
+                places = [Place(stage, tp, part) for stage in stages for tp in tps]
+                ranks = sorted({r for place in places for r in self._members.get(place, ())})
+                if ranks:
+                    yield Shard(tuple(ranks), *(self._flat(spec, part, real, pads) if self.parts else (real, pads)))
+
+    def _flat(
+        self, spec: ParamSpec, part: int, real: tuple[Holding, ...], pads: tuple[Holding, ...]
+    ) -> tuple[tuple[Holding, ...], tuple[Holding, ...]]:
+        """The elements of a TP-local tensor that are in flat part ``part``, and the padding in and behind them."""
+        total, (length,) = math.prod(spec.local_shape(self.tp)), self.local_shape(spec)
+        start, stop = min(part * length, total), min((part + 1) * length, total)
+        held, empty = ([x for whole in part_of for x in flat_interval(whole, start, stop)] for part_of in (real, pads))
+        if stop - start < length:
+            tail = length - (stop - start)
+            empty.append(Holding(Box(matrix_shape(spec.shape)[0], 0, 1, tail), stop - start, tail))
+        return tuple(held), tuple(empty)
 
     def holdings(self, rank: int, specs: Iterable[ParamSpec]) -> dict[str, tuple[Holding, ...]]:
         """Name -> boxes of ``rank``'s local tensor, for every parameter that it holds."""

@@ -40,22 +40,40 @@ def train_place(sizes: dict[str, int], order: tuple[str, ...], rank: int) -> dic
     return place
 
 
-def on_stage(spec: ParamSpec, stage: int, pp: int, num_layers: int) -> bool:
+def on_stage(spec: ParamSpec, stage: int, pp: int, num_layers: int, vpp: int = 1) -> bool:
     if spec.layer is not None:
-        return spec.layer * pp // num_layers == stage
+        chunks = np.array_split(np.arange(num_layers), pp * vpp)  # the first ones hold one more
+        return any(spec.layer in chunk for chunk in chunks[stage::pp])
     return (stage == 0 and spec.place.startswith("pre")) or (stage == pp - 1 and spec.place.endswith("post"))
 
 
+def flat_part(array: np.ndarray, parts: int, index: int, tail: int) -> np.ndarray:
+    """ZeRO-3: the flattened array padded to a multiple of ``parts`` and cut into equal parts."""
+    flat = np.concatenate([array.reshape(-1), np.full(-array.size % parts, tail, array.dtype)])
+    return np.split(flat, parts)[index]
+
+
 def shards(
-    specs: list[ParamSpec], arrays: dict[str, np.ndarray], places: dict[int, tuple[int, int]], tp: int, pp: int
+    specs: list[ParamSpec],
+    arrays: dict[str, np.ndarray],
+    places: dict[int, tuple[int, ...]],
+    tp: int,
+    pp: int,
+    vpp: int = 1,
+    parts: int | None = None,
+    tail: int = 0,
 ) -> dict[int, dict[str, np.ndarray]]:
-    """rank -> name -> local array, for rank -> (stage, tp index)."""
+    """rank -> name -> local array, for rank -> (stage, tp index, flat part)."""
     num_layers = max(spec.layer for spec in specs if spec.layer is not None) + 1
     cuts = {(s.name, i): cut(s, arrays[s.name], tp, i) for s in specs for i in range(tp)}
-    return {
-        rank: {s.name: cuts[s.name, i] for s in specs if on_stage(s, stage, pp, num_layers)}
-        for rank, (stage, i) in places.items()
-    }
+    out: dict[int, dict[str, np.ndarray]] = {}
+    for rank, (stage, i, *part) in places.items():
+        out[rank] = {}
+        for s in specs:
+            if on_stage(s, stage, pp, num_layers, vpp):
+                whole = cuts[s.name, i]
+                out[rank][s.name] = whole if parts is None else flat_part(whole, parts, part[0], tail)
+    return out
 
 
 def to_torch(specs: list[ParamSpec], local: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:

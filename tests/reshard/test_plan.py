@@ -167,8 +167,8 @@ def test_planner_errors_name_what_is_wrong():
         _plan(specs, "tp2", "tp2", 4, nodes=[0, 0])
     with pytest.raises(LayoutError, match="staging_bytes = 10"):
         _plan(specs, "tp2", "tp2", 4, staging_bytes=10)
-    with pytest.raises(LayoutError, match="zero3"):
-        ShardLayout.training(Mesh(2, 1, 1), 2, zero=3)
+    with pytest.raises(LayoutError, match="zero4 does not exist"):
+        ShardLayout.training(Mesh(2, 1, 1), 2, zero=4)
     with pytest.raises(LayoutError, match="layer 5"):
         build_plan(
             [ParamSpec("decoder.layers.5.w", (4, 4), 0, layer=5)],

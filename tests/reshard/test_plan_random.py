@@ -1,6 +1,7 @@
 """Random layouts, models and caps against a brute-force oracle."""
 
 import math
+from dataclasses import dataclass
 from itertools import permutations
 
 import numpy as np
@@ -19,20 +20,47 @@ def _generation_groups(ranks: list[int], tp: int, stride: int) -> list[list[int]
     return [ranks[b + i : b + block : stride] for b in range(0, len(ranks), block) for i in range(stride)]
 
 
+@dataclass(frozen=True)
+class Half:
+    """One side of a move: our layout, and the oracle's description of the same."""
+
+    layout: ShardLayout
+    cut: dict
+
+
+@st.composite
+def training_sides(draw, layers, world=None):
+    """(sizes, order, vpp, zero) of a training layout on ``world`` ranks, or on as many as it likes."""
+    tp, pp = draw(st.integers(1, 4)), draw(st.integers(1, min(3, layers)))
+    dp = draw(st.sampled_from([n for n in (1, 2, 3) if tp * pp * n <= 9] or [1]))
+    if world is not None:
+        fits = [(a, b, world // (a * b)) for a in range(1, 5) for b in range(1, min(4, layers + 1)) if world % (a * b) == 0]
+        tp, pp, dp = draw(st.sampled_from(fits))
+    order = draw(st.sampled_from(list(permutations(("tp", "pp", "dp")))))
+    vpp = draw(st.sampled_from([n for n in (1, 2) if n == 1 or (pp > 1 and pp * n <= layers)]))
+    return {"tp": tp, "pp": pp, "dp": dp}, order, vpp, draw(st.sampled_from([0, 1, 2, 3, 3]))
+
+
 @st.composite
 def cases(draw):
-    tp, pp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    dp = draw(st.sampled_from([n for n in (1, 2, 3) if tp * pp * n <= 9] or [1]))
-    world = tp * pp * dp
-    count = draw(st.integers(1, world))
-    tp_gen = draw(st.sampled_from([n for n in range(1, 7) if count % n == 0]))
-    stride = draw(st.sampled_from([n for n in range(1, count // tp_gen + 1) if (count // tp_gen) % n == 0]))
-    ranks = sorted(draw(st.permutations(range(world)))[:count])
-    unit = math.lcm(tp, tp_gen)
+    layers = draw(st.integers(1, 4))
+    train = draw(training_sides(layers))
+    world = math.prod(train[0].values())
+    other = draw(st.sampled_from(["generation", "generation", "training"]))
+    if other == "training":
+        second = draw(training_sides(layers, world))
+        tp_other = second[0]["tp"]
+    else:
+        count = draw(st.integers(1, world))
+        tp_other = draw(st.sampled_from([n for n in range(1, 7) if count % n == 0]))
+        stride = draw(st.sampled_from([n for n in range(1, count // tp_other + 1) if (count // tp_other) % n == 0]))
+        ranks = sorted(draw(st.permutations(range(world)))[:count])
+        second = _generation_groups(ranks, tp_other, stride)
+    unit = math.lcm(train[0]["tp"], tp_other)
     vocab = draw(st.integers(1, 3 * unit))
     padded = math.ceil(vocab / unit) * unit + unit * draw(st.integers(0, 2))
     specs = llama(
-        layers=pp * draw(st.integers(1, 2)) if pp == 1 else pp,
+        layers=layers,
         hidden=unit * draw(st.integers(1, 2)),
         ffn=unit * draw(st.integers(1, 2)),
         vocab=vocab,
@@ -42,41 +70,52 @@ def cases(draw):
         dtype=draw(st.sampled_from(["float32", "bfloat16"])),
         norm_dtype=draw(st.sampled_from([None, "float64"])),
     )
+    halves = [_training(train, layers), _training(second, layers) if other == "training" else _replicas(second, layers)]
+    if draw(st.booleans()):
+        # A generation layout on some of the ranks still holds the whole model, so it can be a source.
+        halves.reverse()
     return dict(
-        tp=tp, pp=pp, dp=dp, order=draw(st.sampled_from(list(permutations(("tp", "pp", "dp"))))),
-        groups=_generation_groups(ranks, tp_gen, stride), tp_gen=tp_gen, specs=specs,
-        to_generation=draw(st.booleans()), staging=draw(st.sampled_from([128, 200, 1024, 1 << 20])),
+        halves=halves, specs=specs, world=world, staging=draw(st.sampled_from([128, 200, 1024, 1 << 20])),
         nodes=draw(st.sampled_from([None, [r // 2 for r in range(world)], [r % 2 for r in range(world)]])),
     )  # fmt: skip
+
+
+def _training(side, layers):
+    sizes, order, vpp, zero = side
+    coords = {rank: oracle.train_place(sizes, order, rank) for rank in range(math.prod(sizes.values()))}
+    return Half(
+        ShardLayout.training(Mesh(**sizes, order=order), layers, zero=zero, vpp=vpp),
+        dict(
+            places={rank: (c["pp"], c["tp"], c["dp"]) for rank, c in coords.items()},
+            tp=sizes["tp"], pp=sizes["pp"], vpp=vpp, parts=sizes["dp"] if zero == 3 else None,
+        ),
+    )  # fmt: skip
+
+
+def _replicas(groups, layers):
+    places = {rank: (0, slot) for group in groups for slot, rank in enumerate(group)}
+    tp = len(groups[0])
+    return Half(ShardLayout.replicas(tp, groups, layers), dict(places=places, tp=tp, pp=1))
 
 
 @settings(max_examples=320, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_moves_equal_brute_force(case):
-    specs, tp, pp = case["specs"], case["tp"], case["pp"]
-    layers = max(s.layer for s in specs if s.layer is not None) + 1
-    sizes = {"tp": tp, "pp": pp, "dp": case["dp"]}
-    world = math.prod(sizes.values())
-    coords = {rank: oracle.train_place(sizes, case["order"], rank) for rank in range(world)}
-    train_places = {rank: (c["pp"], c["tp"]) for rank, c in coords.items()}
-    gen_places = {rank: (0, slot) for group in case["groups"] for slot, rank in enumerate(group)}
-    sides = [
-        (ShardLayout.training(Mesh(tp, pp, case["dp"], case["order"]), layers), train_places, tp, pp),
-        (ShardLayout.replicas(case["tp_gen"], case["groups"], layers), gen_places, case["tp_gen"], 1),
-    ]
-    if not case["to_generation"]:
-        # A generation layout on some of the ranks still holds the whole model, so it can be a source.
-        sides.reverse()
-    (src, *src_cut), (dst, *dst_cut) = sides
+    check(case)
+
+
+def check(case):
+    specs, world = case["specs"], case["world"]
+    (src, src_cut), (dst, dst_cut) = ((half.layout, half.cut) for half in case["halves"])
     plan = build_plan(specs, src, dst, staging_bytes=case["staging"], nodes=case["nodes"])
 
     arrays = oracle.whole(specs)
-    before = oracle.shards(specs, arrays, *src_cut)
+    before = oracle.shards(specs, arrays, **src_cut, tail=oracle.PAD)
     cleared = {s.name: arrays[s.name].copy() for s in specs}
     for spec in specs:
         if spec.valid_rows is not None:
             cleared[spec.name][spec.valid_rows :] = 0
-    after = oracle.shards(specs, cleared, *dst_cut)
+    after = oracle.shards(specs, cleared, **dst_cut)
     sources = {rank: oracle.to_torch(specs, local) for rank, local in before.items()}
     targets = {rank: oracle.to_torch(specs, {n: np.full_like(a, -5) for n, a in local.items()})
                for rank, local in after.items()}  # fmt: skip
@@ -111,7 +150,7 @@ def _check_written_once(plan, after):
 
 def _check_bytes(plan, specs, src_cut, dst_cut):
     numbers = oracle.numbered(specs)
-    before, after = (oracle.shards(specs, numbers, *cut) for cut in (src_cut, dst_cut))
+    before, after = (oracle.shards(specs, numbers, **cut, tail=-1) for cut in (src_cut, dst_cut))
     by_name = {s.name: s for s in specs}
     least = tuple(
         sum(oracle.missing_bytes(by_name[n], before.get(rank, {}).get(n), a) for n, a in after[rank].items())
