@@ -10,9 +10,12 @@ from importlib import import_module
 from rl3d import __version__
 
 USAGE_ERROR = 2
-COMMANDS = ("train", "config", "check_env", "prepare", "export")
+COMMANDS = ("train", "plan", "config", "check_env", "prepare", "export")
 """Modules of this package, one for each command, in the order of ``--help``. Each has ``add(commands)``, which declares
 the command, and ``run(args)``, which imports what it needs and returns the exit code."""
+PLAIN_ERRORS = {
+    "ConfigError", "DataError", "PrepareError", "ResumeError", "StartupError", "TopologyError", "UnsupportedModelError",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,9 +80,7 @@ def _is_plain_error(error: Exception) -> bool:
     from rl3d.layout.parallel import LayoutError
 
     names = {cls.__name__ for cls in type(error).__mro__ if cls.__module__.startswith("rl3d.")}
-    return isinstance(error, LayoutError) or bool(
-        names & {"ConfigError", "DataError", "PrepareError", "ResumeError", "StartupError"}
-    )
+    return isinstance(error, LayoutError) or bool(names & PLAIN_ERRORS)
 
 
 def _rank() -> int:

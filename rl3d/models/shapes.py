@@ -32,5 +32,37 @@ def shape(name: str) -> dict[str, Any]:
     return json.loads(files[name.lower()].read_text(encoding="utf-8"))
 
 
+def find_model(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and Hugging Face configuration of what a command calls MODEL.
+
+    A model directory, a ``config.json``, a shipped shape, or a directory under models/, in this order.
+
+    Raises :class:`UnsupportedModelError` for anything else; the message gives the closest shapes.
+    """
+    given = Path(text).expanduser()
+    for place in (given, Path("models") / given):
+        file = place / "config.json" if place.is_dir() else place
+        if file.is_file():
+            return (place.stem if place == file else place.resolve().name), _read(file)
+        if place == given and text.lower() in _files():
+            return text.lower(), shape(text)
+    if given.is_dir():
+        raise UnsupportedModelError(f"{text}: the directory has no config.json; give a Hugging Face model directory")
+    try:
+        return text, shape(text)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"no model directory and no config.json at {text}, and {error}") from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(f"{file}: not readable as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"{file}: expected a JSON object, a Hugging Face configuration")
+    return config
+
+
 def _files() -> dict[str, Path]:
     return {file.stem: file for place in _PLACES for file in place.glob("*.json")}

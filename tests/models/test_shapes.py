@@ -1,12 +1,14 @@
 """Shipped shapes against what their authors publish and what transformers builds from them."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl3d.models import Architecture, UnsupportedModelError, parameter_specs
-from rl3d.models.architecture import _FIXED
-from rl3d.models.shapes import shape, shape_names
+from rl3d.models import FAMILIES, Architecture, UnsupportedModelError, parameter_specs
+from rl3d.models.shapes import find_model, shape, shape_names
 
 # from the index files (total_size / 2 for 16-bit weights) and model cards of the authors
 PUBLISHED = {
@@ -32,7 +34,7 @@ def test_counts_are_the_published_ones(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", [n for n in PUBLISHED if shape(n)["model_type"] in _FIXED])
+@pytest.mark.parametrize("name", [n for n in PUBLISHED if shape(n)["model_type"] in FAMILIES])
 def test_architecture_and_specifications_agree(name: str) -> None:
     arch = Architecture.from_hf(shape(name))
     assert arch.num_parameters == PUBLISHED[name]
@@ -44,3 +46,27 @@ def test_an_unknown_name_gets_the_closest() -> None:
         shape("lama2-7b")
     with pytest.raises(UnsupportedModelError, match="expected one of llama2-13b, "):
         shape("zzz")
+
+
+def test_a_model_is_a_directory_a_file_or_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"model_type": "llama", "hidden_size": 8}
+    for directory in (tmp_path / "mine", tmp_path / "models" / "prepared"):
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text(json.dumps(config))
+    assert find_model("mine") == ("mine", config)
+    assert find_model("prepared") == ("prepared", config)
+    assert find_model("mine/config.json") == ("config", config)
+    assert find_model("Llama2-7B") == ("llama2-7b", shape("llama2-7b"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "broken.json").write_text("{")
+    for text, message in (
+        ("empty", "the directory has no config.json"),
+        ("list.json", "expected a JSON object"),
+        ("broken.json", "not readable as JSON"),
+        ("models/none", "no model directory and no config.json at models/none"),
+        ("lama2-7b", "did you mean llama2-7b"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            find_model(text)
