@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parent.parent / "rl3d"
 # a room may import rooms on floors below its own, and itself; `config` reads layouts and is read by everything above
 FLOORS = [
     {"layout"},
-    {"config", "reshard", "distributed", "utils"},
+    {"config", "reshard", "distributed", "utils", "kernels"},
     {"models"},
     {"estimate"},
     {"io"},

@@ -3,67 +3,79 @@
 Shape legend: N tokens, H hidden, V local vocabulary rows.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from rl3d.kernels import fp32_logits, logprob_gradient, logprob_statistics
 
 
-class _LogProbEntropy(torch.autograd.Function):
-    """log softmax at the label, and the entropy, of logits whose columns are spread over ``group``.
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's part of the vocabulary, and how logits are scaled."""
 
-    With p = softmax(z), l = log p and S = -sum p l (entropy):
-    d l_y / d z_i = [i = y] - p_i and dS / d z_i = -p_i (l_i + S).
-    """
+    first: int  # global id of the first column
+    valid: int  # columns that are no padding
+    scale: float
+    group: Any
+    chunk: int
 
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, first_column: int, group: Any) -> tuple[Tensor, Tensor]:
-        top_N = logits_NV.max(dim=-1).values
-        dist.all_reduce(top_N, op=dist.ReduceOp.MAX, group=group)
-        shifted_NV = logits_NV - top_N[:, None]
-        exp_NV = shifted_NV.exp()
-        local_N = labels_N - first_column
-        here_N = (local_N >= 0) & (local_N < logits_NV.shape[1])
-        local_N = local_N.clamp(0, logits_NV.shape[1] - 1)
-        chosen_N = shifted_NV.gather(1, local_N[:, None])[:, 0].masked_fill(~here_N, 0.0)
-        # pad columns hold -inf: their weight is 0, but 0 * -inf is not
-        weighted_N = (exp_NV * shifted_NV.clamp(min=-1e4)).sum(-1)
-        sums_3N = torch.stack([exp_NV.sum(-1), chosen_N, weighted_N])
-        dist.all_reduce(sums_3N, group=group)
-        total_N, chosen_N, weighted_N = sums_3N
-        log_total_N = total_N.log()
-        logprob_N = chosen_N - log_total_N
-        entropy_N = log_total_N - weighted_N / total_N
-        ctx.save_for_backward(exp_NV.div_(total_N[:, None]), local_N, here_N, entropy_N)
-        return logprob_N, entropy_N
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        d_logprob_N, d_entropy_N = grads
-        p_NV, local_N, here_N, entropy_N = ctx.saved_tensors
-        out_NV = p_NV * -d_logprob_N[:, None]
-        out_NV.scatter_add_(1, local_N[:, None], (d_logprob_N * here_N)[:, None])
-        if d_entropy_N.any():
-            logp_NV = p_NV.clamp(min=torch.finfo(p_NV.dtype).tiny).log()
-            out_NV -= d_entropy_N[:, None] * p_NV * (logp_NV + entropy_N[:, None])
-        return out_NV, None, None, None
+    def labels(self, labels_N: Tensor) -> Tensor:
+        """Columns of this shard; what lies outside it stays outside ``[0, valid)``."""
+        return labels_N - self.first
 
 
-class _SumGradientOverRanks(torch.autograd.Function):
-    """Identity whose gradient is summed over ``group``: every rank's columns contribute to the hidden state's."""
+def _combine(statistics_N4: Tensor, here_N: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprob, entropy, log-sum-exp), each [N], from every rank's (max, sum, weighted sum, z of the label)."""
+    local_top_N, sum_N, weighted_N, chosen_N = statistics_N4.unbind(1)
+    top_N = local_top_N.clone()
+    dist.all_reduce(top_N, op=dist.ReduceOp.MAX, group=group)
+    gap_N = local_top_N - top_N
+    shrink_N = gap_N.exp()
+    sums_3N = torch.stack([
+        shrink_N * sum_N, shrink_N * (weighted_N + gap_N * sum_N), torch.where(here_N, chosen_N - top_N, 0.0),
+    ])  # fmt: skip
+    dist.all_reduce(sums_3N, group=group)
+    total_N, weighted_N, chosen_N = sums_3N
+    log_total_N = total_N.log()
+    return chosen_N - log_total_N, log_total_N - weighted_N / total_N, log_total_N + top_N
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Logits exist for ``chunk`` tokens at a time; backward computes them again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+        columns_N = shard.labels(labels_N)
+        statistics = [
+            logprob_statistics(fp32_logits(hidden, weight_VH), columns, shard.valid, shard.scale)
+            for hidden, columns in zip(hidden_NH.split(shard.chunk), columns_N.split(shard.chunk))
+        ]
+        here_N = (columns_N >= 0) & (columns_N < shard.valid)
+        logprobs_N, entropy_N, lse_N = _combine(torch.cat(statistics), here_N, shard.group)
+        ctx.shard = shard
+        ctx.save_for_backward(hidden_NH, weight_VH, columns_N, lse_N, entropy_N)
+        return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        shard: _Shard = ctx.shard
+        hidden_NH, weight_VH, *per_token = ctx.saved_tensors
+        d_hidden_NH = torch.empty_like(hidden_NH)
+        d_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        parts = zip(*(t.split(shard.chunk) for t in (hidden_NH, d_hidden_NH, *per_token, *grads)))
+        for hidden, d_hidden, columns, lse, entropy, d_logprob, d_entropy in parts:
+            d_logits = logprob_gradient(fp32_logits(hidden, weight_VH), columns, lse, entropy, d_logprob, d_entropy,
+                                        shard.valid, shard.scale, hidden.dtype)  # fmt: skip
+            torch.mm(d_logits, weight_VH, out=d_hidden)
+            if d_weight_VH is not None:
+                d_weight_VH.addmm_(d_logits.t(), hidden)
+        # every rank's columns contribute to the gradient of the hidden state, which all of them hold
+        dist.all_reduce(d_hidden_NH, group=shard.group)
+        return d_hidden_NH, d_weight_VH, None, None
 
 
 def token_logprobs(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, *, vocab_size: int, temperature: float,
@@ -81,27 +93,11 @@ def token_logprobs(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, *, vo
     Returns:
         ``(logprobs_N, entropy_N)``, fp32, equal on all ranks of ``group``.
     """
-    first_column = dist.get_rank(group) * weight_VH.shape[0]
-    columns = torch.arange(first_column, first_column + weight_VH.shape[0], device=weight_VH.device)
-    pad_V = columns >= vocab_size if first_column + weight_VH.shape[0] > vocab_size else None
-    scale = 1.0 / temperature if temperature > 0 else 1.0
-    hidden_NH = _SumGradientOverRanks.apply(hidden_NH, group)
-
-    def part(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = (hidden @ weight.t()).float() * scale
-        if pad_V is not None:
-            logits = logits.masked_fill(pad_V, float("-inf"))
-        return _LogProbEntropy.apply(logits, labels, first_column, group)
-
-    outs = []
-    for start in range(0, hidden_NH.shape[0], chunk):
-        arguments = (hidden_NH[start : start + chunk], weight_VH, labels_N[start : start + chunk])
-        if torch.is_grad_enabled():
-            outs.append(checkpoint(part, *arguments, use_reentrant=False))
-        else:
-            outs.append(part(*arguments))
-    if not outs:
+    if not len(labels_N):
         # keeps the graph, and with it the gradient of every parameter, alive when a row has nothing to learn from
         zero = (hidden_NH.sum() * 0.0 + weight_VH.sum() * 0.0).float().expand(0)
         return zero, zero
-    return torch.cat([o[0] for o in outs]), torch.cat([o[1] for o in outs])
+    first = dist.get_rank(group) * weight_VH.shape[0]
+    valid = min(max(vocab_size - first, 0), weight_VH.shape[0])
+    shard = _Shard(first, valid, 1.0 / temperature if temperature > 0 else 1.0, group, chunk)
+    return _TokenLogProbs.apply(hidden_NH.contiguous(), weight_VH, labels_N, shard)

@@ -7,6 +7,7 @@ from megatron.core.models.gpt import GPTModel
 
 from rl3d.generation.attention import CachedSelfAttention
 from rl3d.generation.context import GenerationContext
+from rl3d.kernels import fp32_logits
 
 CPU_MIN_ROWS = 16
 """On a CPU, fp32 products of fewer rows take other kernels and differ in the last bit (MKL, AVX-512, measured for
@@ -46,8 +47,7 @@ class MegatronBody:
     def forward(self, ids_T: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
         def last_logits(*, hidden_states: torch.Tensor, output_layer: Any, output_weight: Any, **_: Any) -> Any:
             hidden = hidden_states if rows_N is None else hidden_states.index_select(0, rows_N)
-            logits, _bias = output_layer(hidden, weight=output_weight, runtime_gather_output=False)
-            return self.model._scale_logits(logits)[:, 0]
+            return fp32_logits(hidden[:, 0], output_layer.weight if output_weight is None else output_weight)
 
         # The output processor keeps the logits of unneeded positions from being computed and the vocabulary sharded;
         # megatron-core's own inference mode would gather the whole vocabulary on every rank.

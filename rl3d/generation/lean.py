@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 
 from rl3d.generation.context import GenerationContext
+from rl3d.kernels import fp32_logits, swiglu
 
 _FEW_ROWS = 64  # up to here W @ x^T beats x @ W^T on a CPU, and its rows do not depend on how many there are
 
@@ -58,11 +59,11 @@ class LeanBody:
         for index, layer in enumerate(model.decoder.layers):
             x = x + self._reduce(self._attention(index, layer.self_attention, layer.input_layernorm(x), rotary, linear))
             gate_up = linear(layer.pre_mlp_layernorm(x), layer.mlp.linear_fc1.weight)
-            gate, up = gate_up.chunk(2, -1)
-            x = x + self._reduce(linear(F.silu(gate) * up, layer.mlp.linear_fc2.weight))
+            x = x + self._reduce(linear(swiglu(gate_up), layer.mlp.linear_fc2.weight))
         x = model.decoder.final_layernorm(x if rows_N is None else x.index_select(0, rows_N))
         tied = model.share_embeddings_and_output_weights
-        return linear(x, model.shared_embedding_or_output_weight() if tied else model.output_layer.weight)
+        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        return linear(x, weight) if x.dtype == torch.float32 else fp32_logits(x, weight)
 
     def _attention(self, index: int, module: Any, x: torch.Tensor, rotary: torch.Tensor, linear: Any) -> torch.Tensor:
         qkv = linear(x, module.linear_qkv.weight)

@@ -1,6 +1,7 @@
 """Architecture -> megatron-core ``GPTModel`` on explicit process groups, without Transformer Engine or Apex."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -15,7 +18,7 @@ from torch import Tensor
 from rl3d.distributed.groups import ModelGroups
 from rl3d.layout import stage_layers
 from rl3d.models.architecture import Architecture, UnsupportedModelError
-from rl3d.models.layers import PackedAttention, RMSNorm
+from rl3d.models.layers import PackedAttention, RMSNorm, SwiGLU
 from rl3d.models.rope import inverse_frequencies
 
 
@@ -80,6 +83,7 @@ def transformer_config(arch: Architecture, groups: ModelGroups, dtype: torch.dty
         "perform_initialization": False,  # every weight is loaded
         "gated_linear_unit": True,
         "activation_func": F.silu,
+        "use_te_activation_func": True,  # its hook for a module between the projections: our SwiGLU
         "add_bias_linear": False,
         "add_qkv_bias": arch.qkv_bias,
         "normalization": "RMSNorm",
@@ -124,6 +128,8 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
+    layer.submodules.mlp = partial(MLP.as_mlp_submodule, submodules=mlp)
     if self_attention is not None:
         layer.submodules.self_attention.module = self_attention
     block = TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=RMSNorm)

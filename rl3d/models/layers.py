@@ -1,4 +1,4 @@
-"""The two modules that rl3d puts into megatron-core's layer specification: RMSNorm and core attention.
+"""The modules that rl3d puts into megatron-core's layer specification: RMSNorm, SwiGLU and core attention.
 
 Shape legend: T tokens of a packed row, B batch (1 when packed), H query heads, G key/value heads, D head size.
 """
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from rl3d.kernels import rms_norm, swiglu
 
 
 class RMSNorm(torch.nn.Module):
@@ -26,10 +28,18 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> same shape and dtype."""
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        # transformers multiplies by the weight after rounding back, so bf16 logits agree with it
-        return self.weight * F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+
+class SwiGLU(torch.nn.Module):
+    """The activation between the two MLP projections; megatron-core hands it the fused [gate; up] of this rank."""
+
+    def __init__(self, config: Any, **_: Any):
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., 2 * ffn / tp] -> [..., ffn / tp]."""
+        return swiglu(x)
 
 
 class PackedAttention(torch.nn.Module):

@@ -1,0 +1,13 @@
+"""Fused kernels, each beside the torch arithmetic that it equals.
+
+A kernel is one file with one public function; the function takes the Triton kernel for CUDA tensors and plain torch
+elsewhere. What autograd saves is the same on both paths, so memory is the same too. With ``TRITON_INTERPRET=1`` the
+kernels run on a CPU in Triton's interpreter, which is how the tests compare the two without a GPU.
+"""
+
+from rl3d.kernels.linear import fp32_logits
+from rl3d.kernels.rmsnorm import rms_norm
+from rl3d.kernels.swiglu import swiglu
+from rl3d.kernels.token_logprob import logprob_gradient, logprob_statistics
+
+__all__ = ["fp32_logits", "logprob_gradient", "logprob_statistics", "rms_norm", "swiglu"]

@@ -1,0 +1,43 @@
+"""Both paths of every kernel against float64: torch on the CPU, and Triton's interpreter in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from rl3d.kernels import logprob_statistics
+from tests.kernels.checks import main
+
+# rounding of the inputs' own dtype; a wrong formula is off by orders of magnitude
+LIMITS = {"float32": 5e-6, "bfloat16": 2e-2}
+
+
+def _check(errors):
+    assert len(errors) > 20
+    for name, error in errors.items():
+        assert error < next((limit for kind, limit in LIMITS.items() if kind in name), 5e-6), (name, error)
+
+
+def test_torch_path():
+    _check(main("cpu"))
+
+
+def test_triton_kernels_in_the_interpreter():
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-m", "tests.kernels.checks", "cpu"], env=env, cwd=root, text=True,
+                          capture_output=True, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["triton"], "the interpreter was on"
+    _check(found["errors"])
+
+
+def test_statistics_survive_extreme_logits():
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]])
+    top, total, weighted, chosen = logprob_statistics(logits, torch.tensor([0, 2]), 3, 1.0).unbind(1)
+    assert top.tolist() == [1e4, -1e4] and total.tolist() == [1.0, 3.0]
+    assert weighted.tolist() == [0.0, 0.0] and chosen.tolist() == [1e4, -1e4]
