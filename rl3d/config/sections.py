@@ -27,7 +27,8 @@ class ModelConfig(Section):
 
     path: str | None = Field(
         default=None,
-        description="Hugging Face model directory, or a name that `rl3d prepare` knows (smollm2-135m-instruct), "
+        description="Hugging Face model directory; a hub id, org/name or org/name@revision, fetched once on each node "
+        "(from the cache alone where HF_HUB_OFFLINE=1); or a name that `rl3d prepare` knows (smollm2-135m-instruct), "
         "looked for under models/.",
     )
     random: RandomModel | None = Field(
@@ -36,7 +37,7 @@ class ModelConfig(Section):
     )
     tokenizer: str | None = Field(
         default=None,
-        description="Tokenizer directory; null: that of model.path, or the one that a tiny: data source trains.",
+        description="Tokenizer directory or hub id; null: that of model.path, or the one that a tiny: data source trains.",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto", description="Weights and activations; auto: bfloat16 on CUDA, float32 on a CPU."
@@ -47,7 +48,7 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = Field(
         default=False,
-        description="Let the tokenizer run Python code from the model directory.",
+        description="Let the tokenizer run Python code from the model directory, and fetch such code with a hub id.",
     )
     attention: Literal["auto", "sdpa"] = Field(
         default="auto",

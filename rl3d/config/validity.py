@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl3d.config.base import ConfigError, Problem
+from rl3d.config.hub import HubError, HubId
 from rl3d.config.run import RunConfig
 from rl3d.layout import LayoutError, cut_problem, stage_layers, tp_sizes
 
@@ -23,11 +24,11 @@ MODELS_DIR = "models"
 
 
 def model_dir(cfg: RunConfig) -> Path | None:
-    """Directory of model.path: itself, or the one of that name under models/; None for random weights.
+    """Directory of model.path: itself, or the one of that name under models/; None for random weights and hub ids.
 
     Raises :class:`ConfigError` when there is no config.json.
     """
-    if cfg.model.path is None:
+    if cfg.model.path is None or HubId.parse(cfg.model.path) is not None:
         return None
     given = Path(cfg.model.path).expanduser()
     candidates = [given] if len(given.parts) != 1 else [given, Path(MODELS_DIR) / given]
@@ -39,18 +40,28 @@ def model_dir(cfg: RunConfig) -> Path | None:
     elif len(given.parts) == 1:
         text = f"not found here or under {MODELS_DIR}/; run `rl3d prepare {cfg.model.path}` or give a model directory"
     else:
-        text = "no such directory; give a Hugging Face model directory, or a name for `rl3d prepare`"
+        text = "no such directory; give a Hugging Face model directory, a hub id (org/name), or a name for `rl3d prepare`"
     raise ConfigError(Problem("model.path", text, cfg.model.path))
 
 
 def read_hf_config(cfg: RunConfig) -> dict[str, Any]:
-    """The model's Hugging Face configuration. Raises :class:`ConfigError` when it is missing or unreadable."""
-    directory = model_dir(cfg)
-    if directory is None:
-        assert cfg.model.random is not None
+    """The model's Hugging Face configuration; of a hub id, that one file is fetched if it is not in the cache.
+
+    Raises :class:`ConfigError` when it is missing or unreadable.
+    """
+    if cfg.model.random is not None:
         return dict(cfg.model.random.config)
+    assert cfg.model.path is not None
+    hub_id, directory = HubId.parse(cfg.model.path), model_dir(cfg)
     try:
-        return json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if hub_id is not None:
+            path = hub_id.file("config.json")
+        else:
+            assert directory is not None
+            path = directory / "config.json"
+        return json.loads(path.read_text(encoding="utf-8"))
+    except HubError as error:
+        raise ConfigError(Problem("model.path", str(error), cfg.model.path)) from None
     except (OSError, ValueError) as error:
         raise ConfigError(Problem("model.path", f"config.json is not readable: {error}", cfg.model.path)) from None
 
@@ -113,8 +124,15 @@ def _file_problems(cfg: RunConfig) -> list[Problem]:
                 )
             )
     if cfg.model.tokenizer is not None and not Path(cfg.model.tokenizer).expanduser().is_dir():
-        text = "no such directory; give a tokenizer directory"
-        problems.append(Problem("model.tokenizer", text, cfg.model.tokenizer))
+        text = "no such directory; give a tokenizer directory or a hub id (org/name)"
+        hub_id = HubId.parse(cfg.model.tokenizer)
+        try:
+            if hub_id is not None:
+                hub_id.file("tokenizer_config.json")
+        except HubError as error:
+            text, hub_id = str(error), None
+        if hub_id is None:
+            problems.append(Problem("model.tokenizer", text, cfg.model.tokenizer))
     if cfg.model.random is not None and cfg.model.tokenizer is None and not tiny:
         text = "random weights bring no tokenizer; give a directory, or use tiny:TASK data"
         problems.append(Problem("model.tokenizer", text, None))

@@ -59,7 +59,8 @@ class Actor:
     The two switches may also be called on rank 0 alone: the other ranks carry them out in the background.
 
     Args:
-        model: a Hugging Face directory, or a Hugging Face model object, unmodified.
+        model: a Hugging Face directory, a hub id (``org/name`` or ``org/name@revision``), or a Hugging Face model
+            object, unmodified.
         tokenizer: a Hugging Face tokenizer; by default the one in the model's directory, if any.
         train: training layout, e.g. ``"tp2.pp2.zero1"``; dp follows from the number of ranks.
         gen: generation layout, e.g. ``"tp4"``; the other ranks become replicas.
@@ -83,6 +84,7 @@ class Actor:
 
     Raises:
         LayoutError, UnsupportedModelError: the layouts, the model and the number of ranks do not fit.
+        HubError: a hub id that is not to be had.
         CheckpointError: weights missing, unexpected or damaged.
     """
 

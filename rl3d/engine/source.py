@@ -1,4 +1,4 @@
-"""Where an actor's weights and tokenizer come from: a Hugging Face directory, or a model object."""
+"""Where an actor's weights and tokenizer come from: a Hugging Face directory, a hub id, or a model object."""
 
 import atexit
 import shutil
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rl3d.data.tokenizers import load_tokenizer, pad_id, stop_ids
 from rl3d.distributed.bootstrap import Runtime
+from rl3d.engine.download import local_directory
 
 
 @dataclass(frozen=True)
@@ -26,22 +27,25 @@ class ModelSource:
 def open_model(model: Any, tokenizer: Any, runtime: Runtime) -> ModelSource:
     """Turn what the user gave into a directory that every rank reads slices from.
 
-    A model object is written once per node to a temporary directory that goes away with the process.
+    A hub id is fetched once per node. A model object is written once per node to a temporary directory that goes away
+    with the process.
 
     Raises:
         FileNotFoundError: a path without a ``config.json``.
+        HubError: a hub id that is not to be had.
         TypeError: neither a path nor a Hugging Face model.
     """
     if isinstance(model, str | Path):
-        directory = Path(model)
+        directory = local_directory(model, runtime)
         if not (directory / "config.json").is_file():
             raise FileNotFoundError(
-                f"model {str(model)!r}: no config.json there; give a Hugging Face directory, or make one with `rl3d prepare`"
+                f"model {str(model)!r}: no config.json there; give a Hugging Face directory, a hub id "
+                "(org/name), or make a directory with `rl3d prepare`"
             )
     elif hasattr(model, "save_pretrained") and hasattr(model, "config"):
         directory = _write(model, tokenizer, runtime)
     else:
-        raise TypeError(f"model is a {type(model).__name__}; expected a directory or a Hugging Face model object")
+        raise TypeError(f"model is a {type(model).__name__}; expected a directory, a hub id or a Hugging Face model object")
     if tokenizer is None:
         tokenizer = load_tokenizer(directory) if _has_tokenizer(directory) else None
     return ModelSource(directory, tokenizer, stop_ids(directory, tokenizer), pad_id(directory, tokenizer))

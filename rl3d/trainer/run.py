@@ -16,6 +16,7 @@ from rl3d.data.tokenizers import load_tokenizer
 from rl3d.distributed import bootstrap, failures
 from rl3d.distributed.bootstrap import Runtime
 from rl3d.engine.actor import Actor
+from rl3d.engine.download import local_directory
 from rl3d.rewards.functions import resolve_reward
 from rl3d.rewards.runner import RewardRunner
 from rl3d.trainer import checkpoint
@@ -49,7 +50,13 @@ def build(config: RunConfig) -> RLTrainer:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(config.to_yaml())
     directory = _model(config, runtime)
-    tokenizer = load_tokenizer(config.model.tokenizer or directory, trust_remote_code=config.model.trust_remote_code)
+    remote_code = config.model.trust_remote_code
+    tokenizer = load_tokenizer(
+        local_directory(config.model.tokenizer, runtime, "tokenizer", remote_code=remote_code)
+        if config.model.tokenizer
+        else directory,
+        trust_remote_code=remote_code,
+    )
     stream = _stream(config, tokenizer)
     rollout = config.rollout.model_copy(update={"stop_token_ids": _stop_ids(config, tokenizer)})
     layout, algorithm = config.layout, config.algorithm
@@ -96,11 +103,10 @@ def _deterministic(config: RunConfig) -> None:
 
 
 def _model(config: RunConfig, runtime: Runtime) -> Path:
-    """Directory of the initial weights; random ones are made by the first rank of each node."""
-    if config.model.random is None:
-        directory = model_dir(config)
-        assert directory is not None
-        return directory
+    """Directory of the initial weights; of a hub id fetched by the first rank of each node, random ones by rank 0."""
+    if config.model.path is not None:
+        given = model_dir(config) or config.model.path
+        return local_directory(given, runtime, remote_code=config.model.trust_remote_code)
     directory = config.run_dir / "model"
     if runtime.rank == 0 and not (directory / "config.json").is_file():
         make_tiny_model(directory, dict(config.model.random.config), config.model.random.seed)

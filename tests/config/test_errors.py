@@ -104,7 +104,8 @@ CASES = [
     ("reward.function=no/such.py:f", ["reward.functions.0.function", "no such module or file"]),
     ("trainer.resume=runs/none", ["trainer.resume = 'runs/none'", "auto, never or a directory"]),
     (["model.random=null", "model.path=smollm"], ["model.path = 'smollm'", "rl3d prepare smollm"]),
-    (["model.random=null", "model.path=a/b"], ["model.path = 'a/b'", "no such directory"]),
+    (["model.random=null", "model.path=a/b"], ["model.path = 'a/b'", "there is no directory", "hf download a/b"]),
+    (["model.random=null", "model.path=./a/b"], ["model.path = './a/b'", "no such directory"]),
     # the command line itself
     ("algorithm.lr", ["'algorithm.lr'", "expected key=value"]),
     ("data.train.0.weight=2", ["data.train.0.weight", "set data.train as a whole"]),
