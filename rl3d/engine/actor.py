@@ -365,7 +365,8 @@ class Actor:
         def run() -> None:
             self.hybrid.require(TRAINING, "save_hf")
             export_hf(directory, self.source.directory, self.parts.arch, self.parts.padded_vocab,
-                      self.parts.train.weights, self.parts.groups, dtype)  # fmt: skip
+                      self.parts.train.weights, self.parts.groups, dtype,
+                      flat_shards=self.parts.train.zero.shards_weights)  # fmt: skip
             self.runtime.barrier()
 
         self._channel.call("save_hf", run)

@@ -31,6 +31,7 @@ class Pipeline:
 
     def __init__(self, model: Any, groups: ModelGroups, vocab_size: int, logprob_chunk: int = 1024):
         self.model, self.groups = model, groups
+        self.training_forward: Callable[..., Any] = model  # ZeRO stages that reduce within a step wrap the model
         self.vocab_size, self.logprob_chunk = vocab_size, logprob_chunk
         self._collection = groups.pg_collection()
         self._p2p = P2PCommunicator(pp_group=groups.pp, config=model.config)
@@ -46,9 +47,11 @@ class Pipeline:
         device = next(self.model.parameters()).device
         queue = iter([b.to(device) for b in batches])
 
+        call = self.model if forward_only else self.training_forward
+
         def forward_step(iterator: Any, model: Any) -> tuple[Any, Callable[[Any], Any]]:
             batch = next(iterator)
-            out = model(
+            out = call(
                 batch.tokens_T[None], batch.positions_T[None], None, packed_seq_params=batch.boundaries(),
                 output_processor=self._last_stage, output_processor_context=(batch, temperature),
             )  # fmt: skip

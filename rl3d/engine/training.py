@@ -11,7 +11,7 @@ from torch import Tensor
 from rl3d.distributed.groups import ModelGroups
 from rl3d.engine.forward import LossFunction, Pipeline
 from rl3d.engine.microbatch import MicroBatch
-from rl3d.engine.zero import AdamSettings, ZeroEngine
+from rl3d.engine.zero import AdamSettings, build_zero
 from rl3d.models import Architecture
 from rl3d.models.build import canonical_parameters
 
@@ -44,18 +44,30 @@ class TrainingEngine:
         if self._tied_copy and groups.is_last_stage:
             # both ends hold the tied embedding; the gradient norm must count it once
             model.shared_embedding_or_output_weight().ds_pipe_replicated = True
-        self.zero = ZeroEngine(model, groups, stage, settings, deepspeed)
+        self.zero = build_zero(model, groups, stage, settings, deepspeed)
         self.pipeline = Pipeline(model, groups, arch.vocab_size, logprob_chunk)
+        self.pipeline.training_forward = self.zero.forward
         model.config.finalize_model_grads_func = self._finalize
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Canonical name -> this rank's shard, as the forward pass reads it."""
-        return {name: p.data for name, p in canonical_parameters(self.model, self.arch, self.groups).items()}
+        """Canonical name -> this rank's shard, in memory that stays where it is: the tensor-parallel shard as the forward
+        pass reads it, or at ZeRO stage 3 this rank's flat part of it."""
+        named = canonical_parameters(self.model, self.arch, self.groups)
+        return {name: self.zero.shard(parameter) for name, parameter in named.items()}
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[tuple[Tensor, Tensor]]:
-        """See :meth:`Pipeline.logprobs`."""
-        return self.pipeline.logprobs(batches, temperature)
+        """See :meth:`Pipeline.logprobs`. Collective over data parallelism at ZeRO stage 3."""
+        rows = self._level(batches) if self.zero.shards_weights else batches
+        return self.pipeline.logprobs(rows, temperature)[: len(batches)]
+
+    def _level(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """``batches`` and empty rows, as many as the data-parallel rank with the most has."""
+        most = torch.tensor(len(batches), device=self.zero.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.groups.dp)
+        rows = list(batches)
+        model = rows[0] if rows else _nothing(self.zero.device)
+        return rows + [model.empty()] * (int(most) - len(rows))
 
     def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction, temperature: float) -> StepResult:
         """Forward and backward over ``batches``, then one optimiser step. Collective over the whole layout.
@@ -75,20 +87,19 @@ class TrainingEngine:
             value, collected = loss(logprobs, entropy, batch)
             return value * scale, collected
 
+        rows = self._level(batches) if self.zero.level else batches
         self.model.train()
         with self.zero.accumulating():
-            collected = self.pipeline.run(batches, scaled, temperature, forward_only=False)
+            collected = self.pipeline.run(rows, scaled, temperature, forward_only=False)
         norm, stepped = self.zero.step()
-        return StepResult(norm, stepped, collected)
+        return StepResult(norm, stepped, collected[: len(batches)])
 
-    @torch.no_grad()
     def _finalize(self, chunks: Any, num_tokens: Any = None, **_: Any) -> None:
-        """Called by megatron-core's schedule after the last backward pass, before ZeRO's reduction over dp.
+        """Called by megatron-core's schedule after the last backward pass, before ZeRO's reduction over dp: what
+        ``megatron.core.distributed.finalize_model_grads`` does besides that reduction."""
+        self.zero.finish_gradients(self.model.shared_embedding_or_output_weight() if self._tied_copy else None)
 
-        What ``megatron.core.distributed.finalize_model_grads`` does besides that reduction: the two copies of a tied
-        embedding add up their gradients, so that they stay one parameter.
-        """
-        if self._tied_copy:
-            grad = self.zero.gradient(self.model.shared_embedding_or_output_weight())
-            assert grad is not None
-            dist.all_reduce(grad, group=self.groups.embd)
+
+def _nothing(device: torch.device) -> MicroBatch:
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return MicroBatch(zero, zero, (1,), zero[:0], zero[:0])

@@ -78,7 +78,8 @@ class SafetensorsStream:
 
 @torch.no_grad()
 def export_hf(directory: str | Path, source: str | Path, arch: Architecture, padded_vocab: int,
-              tensors: Mapping[str, Tensor], groups: Any, dtype: torch.dtype | None = None) -> None:  # fmt: skip
+              tensors: Mapping[str, Tensor], groups: Any, dtype: torch.dtype | None = None,
+              flat_shards: bool = False) -> None:  # fmt: skip
     """Write a directory that ``transformers`` loads. Collective over the model's groups.
 
     Args:
@@ -87,6 +88,7 @@ def export_hf(directory: str | Path, source: str | Path, arch: Architecture, pad
         tensors: canonical name -> this rank's shard.
         groups: the :class:`~rl3d.distributed.groups.ModelGroups` that the shards live in.
         dtype: dtype of the files; by default the shards' own.
+        flat_shards: ``tensors`` are flat data-parallel parts of the shards, as ZeRO stage 3 leaves them.
 
     Only data-parallel rank 0 writes. Pad rows of the vocabulary are left out, a tied head is not written.
     """
@@ -97,7 +99,8 @@ def export_hf(directory: str | Path, source: str | Path, arch: Architecture, pad
     dtype = dtype or next(iter(tensors.values())).dtype
     if groups.dp_rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        _write_stage(directory, arch, mine, tensors, groups, dtype)
+    if groups.dp_rank == 0 or flat_shards:
+        _write_stage(directory, arch, mine, tensors, groups, dtype, flat_shards)
     dist.barrier(group=groups.mp)
     if groups.dp_rank == 0 and groups.tp_rank == 0 and groups.is_first_stage:
         _write_index(directory, arch, padded_vocab, groups, dtype)
@@ -118,16 +121,21 @@ def _hf_names(mapped: MappedParameter) -> list[str]:
 
 
 def _write_stage(directory: Path, arch: Architecture, mine: list[MappedParameter], tensors: Mapping[str, Tensor],
-                 groups: Any, dtype: torch.dtype) -> None:  # fmt: skip
+                 groups: Any, dtype: torch.dtype, flat_shards: bool) -> None:  # fmt: skip
     shapes = hf_shapes(arch)
     stream = None
-    if groups.tp_rank == 0:
+    if groups.tp_rank == 0 and groups.dp_rank == 0:
         names = [name for m in mine for name in _hf_names(m)]
         path = directory / _stage_file(groups.pp_rank, groups.pp_size)
         stream = SafetensorsStream(path, {name: shapes[name] for name in names}, dtype)
     try:
         for m in mine:
-            whole = gather_parameter(m, tensors[m.spec.name], groups)
+            shard: Tensor | None = tensors[m.spec.name]
+            if flat_shards:
+                shard = _join_flat(shard, m.spec.local_shape(groups.tp_size), groups)
+                if shard is None:
+                    continue
+            whole = gather_parameter(m, shard, groups)
             if stream is None or whole is None:
                 continue
             for name in _hf_names(m):
@@ -139,6 +147,15 @@ def _write_stage(directory: Path, arch: Architecture, mine: list[MappedParameter
         raise
     if stream is not None:
         stream.close()
+
+
+def _join_flat(part: Tensor, shape: tuple[int, ...], groups: Any) -> Tensor | None:
+    """A tensor-parallel shard from its flat parts, on data-parallel rank 0, ``None`` elsewhere. Collective over dp."""
+    part = part.detach().contiguous()
+    first = dist.get_process_group_ranks(groups.dp)[0]
+    parts = [torch.empty_like(part) for _ in range(groups.dp_size)] if groups.dp_rank == 0 else None
+    dist.gather(part, parts, dst=first, group=groups.dp)
+    return None if parts is None else torch.cat(parts)[: torch.Size(shape).numel()].view(shape)
 
 
 def gather_parameter(mapped: MappedParameter, shard: Tensor, groups: Any) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Checks that run on four ranks; the numbers go back to the test that asserts on them."""
 
-import itertools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from rl3d.engine.vocab_parallel import token_logprobs
 from rl3d.engine.zero import AdamSettings
 from rl3d.io import export_hf, import_hf
 from rl3d.layout import Mesh
-from rl3d.models import Architecture
+from rl3d.models import Architecture, parameter_specs
 from rl3d.models.build import build_model, canonical_parameters
 from tests.reference import Sequence, sequences
 
 TEMPERATURE = 0.7
+BUCKET = 20_000  # elements of a reduction bucket: several fill up in one backward pass
 
 
 def packed(batch: list[Sequence]) -> MicroBatch:
@@ -74,38 +75,83 @@ def vocabulary(runtime: Any) -> dict[str, float]:
     }  # fmt: skip
 
 
-def train(runtime: Any, directory: str, out: str, layouts: list[list[int]], dtypes: list[str]) -> list[dict[str, Any]]:
-    """Three optimiser steps at each layout; the exported weights and gradient norms go to ``out``."""
+def train(runtime: Any, directory: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Three optimiser steps for each case, compared with the single-process reference in ``directory``."""
     bootstrap.init_deepspeed()
     registry = GroupRegistry(60)
-    rows = []
-    for tied, (tp, pp), dtype_name in itertools.product((False, True), layouts, dtypes):
-        source = Path(directory) / ("tied" if tied else "untied")
-        arch, dtype = Architecture.from_hf(source), getattr(torch, dtype_name)
-        padded = arch.padded_vocab(4)
-        groups = training_groups(Mesh(tp, pp, runtime.world_size // tp // pp), registry)
-        model = build_model(arch, groups, padded_vocab=padded, dtype=dtype, device=runtime.device)
-        import_hf(source, arch, padded, canonical_parameters(model, arch, groups), tp, groups.tp_rank)
-        adam = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.01, max_grad_norm=0.5)
-        engine = TrainingEngine(model, arch, groups, stage=1, settings=adam, logprob_chunk=16)
-        norms = []
-        for step in range(3):
-            batch = sequences(step)
-            total = sum(int((s.weight != 0).sum()) for s in batch)
-            mine = batch[groups.dp_rank :: groups.dp_size]
-            micro = [packed(mine[:1]), packed(mine[1:3]), packed(mine[3:])]
+    return [_train(runtime, registry, Path(directory), Case(**case)) for case in cases]
 
-            def loss(logprobs, entropy, row, total=total):
-                return -(logprobs * row.values["weight"].to(logprobs.device)).sum() / total, {}
 
-            norms.append(engine.train_step(micro, loss, TEMPERATURE).grad_norm)
-        name = f"tp{tp}.pp{pp}-{'tied' if tied else 'untied'}-{dtype_name}"
-        export_hf(Path(out) / name, source, arch, padded, engine.weights, groups, torch.float32)
-        rows.append({
-            "name": name, "tied": tied, "dtype": dtype_name, "norms": norms,
-            "replicas": _replica_gap(engine.weights, arch, groups, registry, runtime),
-        })  # fmt: skip
-    return rows
+@dataclass(frozen=True)
+class Case:
+    """A layout and how it is trained; the defaults are those of a plain run."""
+
+    tp: int
+    pp: int
+    zero: int
+    tied: bool = False
+    dtype: str = "float32"
+    packed: bool = True
+
+    @property
+    def name(self) -> str:
+        parts = [f"tp{self.tp}.pp{self.pp}.zero{self.zero}", "tied" if self.tied else "untied", self.dtype]
+        return "-".join([*parts, *([] if self.packed else ["padded"])])
+
+
+def _train(runtime: Any, registry: GroupRegistry, root: Path, case: Case) -> dict[str, Any]:
+    source = root / ("tied" if case.tied else "untied")
+    arch, dtype = Architecture.from_hf(source), getattr(torch, case.dtype)
+    padded = arch.padded_vocab(4)
+    groups = training_groups(Mesh(case.tp, case.pp, runtime.world_size // case.tp // case.pp), registry)
+    model = build_model(arch, groups, padded_vocab=padded, dtype=dtype, device=runtime.device)
+    import_hf(source, arch, padded, canonical_parameters(model, arch, groups), case.tp, groups.tp_rank)
+    adam = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.01, max_grad_norm=0.5)
+    # a threshold of 0: at stage 3 the small parameters are sharded, too
+    deepspeed = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": BUCKET}}
+    engine = TrainingEngine(model, arch, groups, stage=case.zero, settings=adam, deepspeed=deepspeed, logprob_chunk=16)
+    numel = sum(torch.Size(s.local_shape(case.tp)).numel() for s in parameter_specs(arch, padded)
+                if s.name in engine.weights)  # fmt: skip
+    engine.zero.watch_gradients()
+    norms = []
+    for step in range(3):
+        batch = sequences(step)
+        total = sum(int((s.weight != 0).sum()) for s in batch)
+        mine = batch[groups.dp_rank :: groups.dp_size]
+        rows = [mine[:1], mine[1:3], mine[3:]] if case.packed else [[s] for s in mine]
+        if groups.dp_rank == 0 and case.packed and len(mine) > 3:  # one micro-batch more than the other ranks
+            rows = [*rows[:-1], mine[3:4], mine[4:]] if len(mine) > 4 else rows
+
+        def loss(logprobs, entropy, row, total=total):
+            return -(logprobs * row.values["weight"].to(logprobs.device)).sum() / total, {}
+
+        micro = [packed(row) for row in rows if row]
+        norms.append(engine.train_step(micro, loss, TEMPERATURE).grad_norm)
+    out = root / "out" / case.name
+    export_hf(out, source, arch, padded, engine.weights, groups, torch.float32, flat_shards=engine.zero.shards_weights)
+    expected, expected_norms = torch.load(root / f"{'tied' if case.tied else 'untied'}.pt")
+    worst, l2 = _compare(_read(out), expected) if runtime.rank == 0 else (0.0, 0.0)
+    return {
+        "name": case.name, "tied": case.tied, "dtype": case.dtype, "error": worst, "l2": l2,
+        "norm_error": max(abs(a - b) / b for a, b in zip(norms, expected_norms, strict=True)),
+        "replicas": 0.0 if engine.zero.shards_weights else _replica_gap(engine.weights, arch, groups, registry, runtime),
+        "gradient_bytes": engine.zero.peak_gradient_bytes, "parameters": numel,
+    }  # fmt: skip
+
+
+def _read(directory: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: value for file in sorted(directory.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def _compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Largest error of a tensor relative to its largest weight, and the L2 error of all relative to their norm."""
+    expected = {k: v for k, v in expected.items() if k in found or k != "lm_head.weight"}  # tied: written once
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    worst = max(float((found[k] - v).abs().max() / v.abs().max()) for k, v in expected.items())
+    flat, got = (torch.cat([t[k].flatten() for k in expected]) for t in (expected, found))
+    return worst, float((got - flat).norm() / flat.norm())
 
 
 def _replica_gap(weights: dict[str, torch.Tensor], arch: Architecture, groups: Any, registry: Any, runtime: Any) -> float:

@@ -1,0 +1,210 @@
+"""What all ZeRO stages have in common: settings, DeepSpeed's start, the optimiser step, saving, counting gradients."""
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from rl3d.distributed.groups import ModelGroups
+from rl3d.engine.mpu import ModelParallelUnit
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """AdamW hyper-parameters and the gradient norm to clip to (0: no clipping)."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+
+
+class ZeroEngine(ABC):
+    """A module under ZeRO: gradients in, one optimiser step out. :func:`rl3d.engine.zero.build_zero` chooses the class.
+
+    Args:
+        model: this rank's part of the model, weights loaded; its parameters become views of DeepSpeed's buffers.
+        groups: where it lives.
+        settings: AdamW and clipping.
+        config: DeepSpeed's configuration.
+
+    Attributes:
+        level: data-parallel ranks must run the same number of micro-batches, as each communicates.
+        shards_weights: between steps a rank holds flat parts of the weights; forward passes communicate.
+        peak_gradient_bytes: most bytes of gradients seen while :meth:`watch_gradients` is on.
+    """
+
+    level = False
+    shards_weights = False
+
+    def __init__(self, model: torch.nn.Module, groups: ModelGroups, settings: AdamSettings, config: dict[str, Any]):
+        import deepspeed
+
+        self.module, self.groups, self.settings = model, groups, settings
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.device = self.parameters[0].device
+        self.bf16 = self.parameters[0].dtype == torch.bfloat16
+        self.peak_gradient_bytes = 0
+        self._watching = False
+        for parameter in self.parameters:  # before DeepSpeed adds its own, which take the gradient away
+            parameter.register_post_accumulate_grad_hook(self._after_gradient)
+        optimizer = torch.optim.AdamW(
+            self.parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay,
+            fused=True,
+        )  # fmt: skip
+        # DeepSpeed takes LOCAL_RANK for the device, which it is not where each rank sees one GPU, or ranks share one
+        index = self.device.index if self.device.type == "cuda" else int(os.environ.get("LOCAL_RANK", 0))
+        with _local_rank(index):
+            self.engine, *_ = deepspeed.initialize(
+                args=SimpleNamespace(device_rank=index), model=model, optimizer=optimizer, mpu=ModelParallelUnit(groups),
+                config=config, dist_init_required=False,
+            )  # fmt: skip
+        self.optimizer: Any = self.engine.optimizer
+
+    # ---- one step
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """What to call for a forward pass that will be followed by a backward pass."""
+        return self.module
+
+    @abstractmethod
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """Around all backward passes of one step; gradients are averaged over data parallelism when it is left."""
+
+    def finish_gradients(self, shared_embedding: Parameter | None) -> None:
+        """After the last backward pass, before the reduction over data parallelism: what is not a sum over dp.
+
+        Norms under sequence parallelism saw a part of the sequence on each tensor-parallel rank; the two copies of a
+        tied embedding (``shared_embedding``: this rank's) each saw one use of it.
+        """
+        with torch.no_grad():
+            partial = [g for p in self.parameters if self._is_partial(p) and (g := self.gradient(p)) is not None]
+            if partial:
+                flat = torch.cat([g.flatten() for g in partial])
+                dist.all_reduce(flat, group=self.groups.tp)
+                for grad, total in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
+                    grad.copy_(total.view_as(grad))
+            if shared_embedding is not None:
+                grad = self.gradient(shared_embedding)
+                assert grad is not None
+                dist.all_reduce(grad, group=self.groups.embd)
+
+    def _is_partial(self, parameter: Parameter) -> bool:
+        return self.groups.tp_size > 1 and getattr(parameter, "sequence_parallel", False)
+
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        """This rank's accumulated gradient before the reduction, wherever the optimiser keeps it."""
+        return parameter.grad
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def step(self) -> tuple[float, bool]:
+        """Clip and update. Returns the gradient norm before clipping and whether the step was taken.
+
+        A norm that is not finite skips the step on all ranks: weights and moments stay as they were.
+        """
+        self.engine.step()
+        skipped = bool(getattr(self.optimizer, "overflow", False))
+        norm = self.engine.get_global_grad_norm()
+        return (float("nan") if norm is None else float(norm)), not skipped
+
+    # ---- what is where
+
+    def shard(self, parameter: Parameter) -> Tensor:
+        """What this rank holds of the weights of a parameter between steps: all of it, or a flat part (stage 3)."""
+        return parameter.data
+
+    @abstractmethod
+    def flat_weights(self) -> list[Tensor]:
+        """The buffers whose storage holds the module's weights (16 bit, or fp32 when training in fp32)."""
+
+    @abstractmethod
+    def master_partitions(self) -> list[Tensor]:
+        """This rank's fp32 master weights, in the order in which the optimiser updates them."""
+
+    # ---- how much memory gradients take
+
+    def watch_gradients(self, on: bool = True) -> None:
+        """Measure :attr:`peak_gradient_bytes` from now on, at every gradient (slow: for tests and reports)."""
+        self._watching, self.peak_gradient_bytes = on, 0
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradient storage on the training device now: gradients, partitions and reduction buffers."""
+        storages = {}
+        for tensor in self._gradient_storage():
+            if tensor is not None and tensor.device.type == self.device.type:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    def _gradient_storage(self) -> Iterable[Tensor | None]:
+        yield from (p.grad for p in self.parameters)
+
+    def _sample_gradients(self) -> None:
+        if self._watching:
+            self.peak_gradient_bytes = max(self.peak_gradient_bytes, self.gradient_bytes())
+
+    def _after_gradient(self, parameter: Parameter) -> None:
+        self._sample_gradients()
+
+    # ---- saving and loading, same layout
+
+    def _moments(self) -> Any:
+        """The torch optimiser inside."""
+        return self.optimizer.optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Master weights and AdamW state of this rank's partition."""
+        state, masters = self._moments().state, self.master_partitions()
+        return {
+            "master": [p.detach().clone() for p in masters],
+            "adam": [{k: v.clone() for k, v in state.get(p, {}).items()} for p in masters],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave at the same layout, and the module's weights from it. Collective over dp.
+
+        Raises:
+            ValueError: partition sizes differ, so the state belongs to another layout.
+        """
+        masters = self.master_partitions()
+        sizes, expected = [t.numel() for t in state["master"]], [t.numel() for t in masters]
+        if sizes != expected:
+            raise ValueError(
+                f"optimiser state has partitions of {sizes} elements, this layout has {expected}; resume with the "
+                f"layout that the checkpoint was written with"
+            )
+        moments = self._moments().state
+        for master, saved, adam in zip(masters, state["master"], state["adam"], strict=True):
+            master.data.copy_(saved)
+            moments[master] = {k: v.to(master.device, copy=True) for k, v in adam.items()}
+        self._weights_from_masters()
+
+    @abstractmethod
+    def _weights_from_masters(self) -> None:
+        """Write the module's weights from the master weights. Collective over dp."""
+
+
+@contextlib.contextmanager
+def _local_rank(index: int) -> Iterator[None]:
+    """DeepSpeed insists on LOCAL_RANK, which a plain process has not; left set alone it would mislead child processes."""
+    missing = "LOCAL_RANK" not in os.environ
+    os.environ.setdefault("LOCAL_RANK", str(index))
+    try:
+        yield
+    finally:
+        if missing:
+            del os.environ["LOCAL_RANK"]

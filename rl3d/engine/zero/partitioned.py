@@ -1,0 +1,115 @@
+"""Stages 1 and 2: whole weights on every rank; master weights, moments and (stage 2) gradients are partitioned.
+
+Two optimisers of DeepSpeed: ``DeepSpeedZeroOptimizer``, and at stage 1 in bf16 without offload ``BF16_Optimizer``, which
+keeps whole gradients in fp32.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from rl3d.engine.zero.base import ZeroEngine
+
+
+class WholeGradientsEngine(ZeroEngine):
+    """Gradients accumulate whole and are reduced once for each step: stage 1, and stage 2 with pipeline stages."""
+
+    @property
+    def _is_bf16_optimizer(self) -> bool:
+        return hasattr(self.optimizer, "bf16_groups_flat")
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """See :meth:`ZeroEngine.accumulating`."""
+        if self.bf16:
+            yield
+            self._sample_gradients()
+            self.engine.set_gradient_accumulation_boundary(True)
+            self.engine.allreduce_gradients()
+        else:
+            with self.engine.coalesce_grad_reduction():
+                yield
+                self._sample_gradients()
+        self._sample_gradients()
+
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        """See :meth:`ZeroEngine.gradient`."""
+        for name in ("_hp_grad", "grad_accum"):  # fp32 accumulators beside bf16 parameters
+            grad = getattr(parameter, name, None)
+            if grad is not None:
+                return grad
+        return parameter.grad
+
+    def _gradient_storage(self) -> Iterable[Tensor | None]:
+        for p in self.parameters:
+            yield from (p.grad, getattr(p, "_hp_grad", None), getattr(p, "grad_accum", None))
+        if not self._is_bf16_optimizer:
+            yield from _reduction_storage(self.optimizer)
+
+    # ---- what is where
+
+    def flat_weights(self) -> list[Tensor]:
+        """See :meth:`ZeroEngine.flat_weights`."""
+        return list(self.optimizer.bf16_groups_flat if self._is_bf16_optimizer else self.optimizer.bit16_groups_flat)
+
+    def master_partitions(self) -> list[Tensor]:
+        """See :meth:`ZeroEngine.master_partitions`: one flat tensor for each parameter group."""
+        if self._is_bf16_optimizer:
+            return list(self.optimizer.fp32_groups_flat_partition)
+        return list(self.optimizer.single_partition_of_fp32_groups)
+
+    def _weights_from_masters(self) -> None:
+        optimizer = self.optimizer
+        bf16 = self._is_bf16_optimizer
+        partitions = optimizer.bf16_partitioned_groups if bf16 else optimizer.parallel_partitioned_bit16_groups
+        for master, flat, parts in zip(self.master_partitions(), self.flat_weights(), partitions, strict=True):
+            own = parts[self.groups.dp_rank]
+            own.data.copy_(master.data)
+            if self.groups.dp_size > 1:
+                dist.all_gather_into_tensor(flat.data, own.data.clone(), group=self.groups.dp)
+
+
+class ScatteredGradientsEngine(WholeGradientsEngine):
+    """Stage 2 without pipeline stages: the gradients of each micro-batch are reduced into this rank's fp32 partition as
+    they appear, a bucket at a time, and released."""
+
+    level = True
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # DeepSpeed accumulates into one flat partition in mixed precision only, otherwise into copies of all parameters
+        # that touch the partition; the flat one serves fp32 as well
+        self.optimizer._use_compact_grad_partition_buffer = lambda group_index: True
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """See :meth:`ZeroEngine.forward`."""
+        return self.engine
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """See :meth:`ZeroEngine.accumulating`."""
+        yield
+        self._sample_gradients()
+
+    def finish_gradients(self, shared_embedding: Parameter | None) -> None:
+        """Nothing is left to do: partial gradients were completed one by one, and there is one stage."""
+
+    def _after_gradient(self, parameter: Parameter) -> None:
+        if self._is_partial(parameter):
+            dist.all_reduce(parameter.grad, group=self.groups.tp)
+        super()._after_gradient(parameter)
+
+
+def _reduction_storage(optimizer: Any) -> Iterator[Tensor | None]:
+    """Buckets and partitions in which a ``DeepSpeedZeroOptimizer`` holds gradients."""
+    for bucket in optimizer.ipg_buckets.values():
+        yield from bucket.buffer
+    yield optimizer.grads_in_partition
+    for held in (*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()):
+        yield from held or ()
+    yield from (p.grad for p in optimizer.single_partition_of_fp32_groups)

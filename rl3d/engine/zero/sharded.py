@@ -1,0 +1,70 @@
+"""Stage 3: weights, gradients, master weights and moments are all sharded; weights are gathered module by module."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from rl3d.engine.zero.base import ZeroEngine
+
+
+class ShardedEngine(ZeroEngine):
+    """``DeepSpeedZeroOptimizer_Stage3``. Data-parallel rank r holds elements [r * size, (r + 1) * size) of the flattened
+    tensor-parallel shard of each parameter, size = ceil(elements / dp); the tail of the last ranks is padding."""
+
+    level = True
+    shards_weights = True
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """See :meth:`ZeroEngine.forward`."""
+        return self.engine
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """See :meth:`ZeroEngine.accumulating`."""
+        yield
+        self._sample_gradients()
+
+    def finish_gradients(self, shared_embedding: Parameter | None) -> None:
+        """Nothing is left to do: partial gradients were completed one by one, and there is one stage."""
+
+    def _after_gradient(self, parameter: Parameter) -> None:
+        if self._is_partial(parameter):
+            dist.all_reduce(parameter.grad, group=self.groups.tp)
+        super()._after_gradient(parameter)
+
+    def _gradient_storage(self) -> Iterable[Tensor | None]:
+        optimizer = self.optimizer
+        yield from (p.grad for p in self.parameters)
+        yield optimizer.grad_partitions_flat_buffer
+        yield from (bucket.buffer for bucket in optimizer.ipg_buckets.values())
+        yield from (p.grad for p in optimizer.fp32_partitioned_groups_flat)
+
+    # ---- what is where
+
+    def shard(self, parameter: Parameter) -> Tensor:
+        """See :meth:`ZeroEngine.shard`."""
+        return parameter.ds_tensor.data  # type: ignore[attr-defined]
+
+    def flat_weights(self) -> list[Tensor]:
+        """See :meth:`ZeroEngine.flat_weights`."""
+        return list(self.optimizer.fp16_partitioned_groups_flat)
+
+    def master_partitions(self) -> list[Tensor]:
+        """See :meth:`ZeroEngine.master_partitions`: when training in fp32 these are the weights themselves."""
+        return list(self.optimizer.fp32_partitioned_groups_flat)
+
+    @torch.no_grad()
+    def _weights_from_masters(self) -> None:
+        for flat, master in zip(self.flat_weights(), self.master_partitions(), strict=True):
+            flat.data.copy_(master.data)
+        kept: list[Any] = self.optimizer.persistent_parameters  # small ones that stay whole between steps
+        if kept:
+            for parameter in kept:
+                parameter.partition()
+            kept[0].all_gather(kept)
