@@ -17,11 +17,10 @@ from rl3d.config.sections import (
     RolloutConfig,
     TrainerConfig,
 )
-from rl3d.config.validity import MODELS_DIR, SUPPORTED_ZERO, check, check_model, model_dir, read_hf_config
+from rl3d.config.validity import MODELS_DIR, check, check_model, model_dir, read_hf_config, zero_problem
 
 __all__ = [
     "MODELS_DIR",
-    "SUPPORTED_ZERO",
     "ConfigError",
     "DataConfig",
     "DataSource",
@@ -46,5 +45,6 @@ __all__ = [
     "model_dir",
     "read_hf_config",
     "resolve",
+    "zero_problem",
     "zero_stage_from_fsdp",
 ]

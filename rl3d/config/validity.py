@@ -15,10 +15,8 @@ from typing import Any
 from rl3d.config.base import ConfigError, Problem
 from rl3d.config.hub import HubError, HubId
 from rl3d.config.run import RunConfig
-from rl3d.layout import LayoutError, cut_problem, stage_layers, tp_sizes
+from rl3d.layout import LayoutError, TrainLayout, cut_problem, stage_layers, tp_sizes
 
-SUPPORTED_ZERO = (1,)
-"""ZeRO stages that the training engine runs."""
 MODELS_DIR = "models"
 """Where `rl3d prepare NAME` puts models, and where model.path looks for a bare name."""
 
@@ -86,10 +84,11 @@ def check(cfg: RunConfig) -> dict[str, Any]:
 def _layout_problems(cfg: RunConfig) -> list[Problem]:
     problems = []
     train = cfg.layout.train_layout
-    if train.zero not in SUPPORTED_ZERO:
-        stages = " or ".join(f"zero{stage}" for stage in SUPPORTED_ZERO)
-        text = f"this release trains with {stages}; write {stages} for zero{train.zero}"
+    if (text := zero_problem(train)) is not None:
         problems.append(Problem("layout.train", text, str(train)))
+    if train.zero == 3 and cfg.layout.training_copy == "drop":
+        text = "zero3 keeps no whole training weights that could be dropped; use training_copy=keep"
+        problems.append(Problem("layout.training_copy", text, "drop"))
     responses = cfg.algorithm.mini_batch_size * cfg.rollout.n
     if train.dp is not None and responses % train.dp:
         problems.append(
@@ -101,6 +100,16 @@ def _layout_problems(cfg: RunConfig) -> list[Problem]:
             )
         )
     return problems
+
+
+def zero_problem(train: TrainLayout) -> str | None:
+    """Why this layout cannot be trained at its ZeRO stage; None when it can."""
+    if train.zero == 3 and train.pp > 1:
+        return (
+            "zero3 shards the weights of each layer over dp and gathers them in step with all ranks, which pipeline stages "
+            f"do not keep; write zero1 with pp={train.pp}, or pp1.zero3"
+        )
+    return None
 
 
 def _file_problems(cfg: RunConfig) -> list[Problem]:

@@ -3,6 +3,7 @@
 Everything that can be wrong with a layout or a model is found before any weight is read.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl3d.config import SUPPORTED_ZERO, PPOConfig
+from rl3d.config import PPOConfig, zero_problem
 from rl3d.distributed import bootstrap
 from rl3d.distributed.bootstrap import Runtime
 from rl3d.distributed.groups import GroupRegistry, ModelGroups, generation_groups, training_groups
 from rl3d.engine.hybrid import HybridEngine
 from rl3d.engine.roles import ForwardRole
 from rl3d.engine.training import TrainingEngine
-from rl3d.engine.zero import AdamSettings
+from rl3d.engine.zero import AdamSettings, stage_run
 from rl3d.generation.attention import CachedSelfAttention
 from rl3d.generation.megatron import MegatronGenerator
 from rl3d.io.import_hf import import_hf
@@ -27,6 +28,8 @@ from rl3d.layout.sharding import ShardLayout
 from rl3d.models import Architecture, parameter_specs
 from rl3d.models.build import build_model, canonical_parameters, check_tensor_parallel
 from rl3d.reshard.mapping import mesh_choices
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,10 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     """
     arch = Architecture.from_hf(directory)
     train, gen, world = settings.train.resolve(runtime.world_size), settings.gen, runtime.world_size
-    if train.zero not in SUPPORTED_ZERO:
-        raise LayoutError(f"training layout {train}: this release trains with zero1; write zero1 for zero{train.zero}")
+    if (problem := zero_problem(train)) is not None:
+        raise LayoutError(f"training layout {train}: {problem}")
+    if train.zero == 3 and settings.training_copy == "drop":
+        raise LayoutError(f"training layout {train}: zero3 has no whole weights to drop; use training_copy='keep'")
     if train.vpp > 1:
         raise LayoutError(f"training layout {train}: the engine runs plain stages; drop vpp{train.vpp}")
     check_tensor_parallel(arch, train.tp, "layout.train")
@@ -87,6 +92,9 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     source = ShardLayout.training(mesh, arch.num_layers, zero=train.zero, vpp=train.vpp)
     target = ShardLayout.replicas(gen.tp, replicas, arch.num_layers)
 
+    _, note = stage_run(train.zero, train.pp, settings.dtype == torch.bfloat16)
+    if note and runtime.rank == 0:
+        _log.warning("layout.train = %s: %s", train, note)
     bootstrap.init_deepspeed()
     registry = GroupRegistry.of(runtime, "model")
     groups = training_groups(mesh, registry)

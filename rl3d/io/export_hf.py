@@ -130,11 +130,12 @@ def _write_stage(directory: Path, arch: Architecture, mine: list[MappedParameter
         stream = SafetensorsStream(path, {name: shapes[name] for name in names}, dtype)
     try:
         for m in mine:
-            shard: Tensor | None = tensors[m.spec.name]
+            shard = tensors[m.spec.name]
             if flat_shards:
-                shard = _join_flat(shard, m.spec.local_shape(groups.tp_size), groups)
-                if shard is None:
+                joined = _join_flat(shard, m.spec.local_shape(groups.tp_size), groups)
+                if joined is None:
                     continue
+                shard = joined
             whole = gather_parameter(m, shard, groups)
             if stream is None or whole is None:
                 continue

@@ -34,6 +34,11 @@ def main(runtime: Any, directory: str, train: str = "tp2.pp2.zero1", gens: tuple
         for gen in gens:
             facts["generations"].append(_generation(root, tied, train, gen))
     facts["life"] = [_life(root, tied, train, gens[-1], copy) for tied, copy in ((True, "keep"), (False, "drop"))]
+    # gradients sharded, weights sharded; what the training engine holds is flat parts at stage 3
+    for sharded in ("tp2.pp1.zero2", "tp2.pp1.zero3", "tp1.pp1.zero3"):
+        facts["generations"].append(_generation(root, True, sharded, "tp4"))
+        facts["life"].append(_life(root, False, sharded, "tp4", "keep"))
+    facts["resumed"] = {layout: _resume(root / "tied", layout) for layout in ("tp2.pp1.zero2", "tp2.pp1.zero3")}
     facts["file"] = _same_as_file(root / "tied", train)
     facts["splits"] = [
         _one_update(root / "tied", layout, tokens, mode)
@@ -109,7 +114,7 @@ def _life(root: Path, tied: bool, train: str, gen: str, copy: str) -> dict[str, 
         actor.switch_to_training()
     dist.barrier()
     learned = compare(generation, actor.hybrid.training_fingerprints())
-    name = f"export-{copy}"
+    name = f"export-{copy}-{train}"
     actor.save_hf(root / name)
     after = actor.rollout(prompts(), max_new_tokens=NEW_TOKENS, stop_token_ids=[])
     return {
@@ -118,6 +123,24 @@ def _life(root: Path, tied: bool, train: str, gen: str, copy: str) -> dict[str, 
         "mode": actor.hybrid.mode, "errors": errors, "metrics": metrics, "export": name,
         "sequences": after.sequences.tolist(), "logprobs": after.logprobs.tolist(),
     }  # fmt: skip
+
+
+def _resume(directory: Path, train: str) -> list[str]:
+    """Two updates, against one update, a state taken there, and the second in a new actor that loads it."""
+    config = PPOConfig(batch_size=8, kl_coef=0.0, lr=1e-3)
+    samples = [TrainSample(s.tokens[: s.prompt].tolist(), s.tokens[s.prompt :].tolist(), (-1.0) ** i)
+               for i, s in enumerate(sequences(0))]  # fmt: skip
+
+    def learn(actor: Actor) -> None:
+        actor.learn(samples, [range(8)], 1.0, lambda: 1e-3)
+
+    through, resumed = (Actor(directory, train=train, gen="tp2", algorithm=config) for _ in range(2))
+    learn(through)
+    state = through.parts.train.zero.state_dict()
+    learn(through)
+    resumed.parts.train.zero.load_state_dict(state)
+    learn(resumed)
+    return compare(through.hybrid.training_fingerprints(), resumed.hybrid.training_fingerprints())
 
 
 def _error(call: Any) -> str:

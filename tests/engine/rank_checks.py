@@ -119,8 +119,8 @@ def _train(runtime: Any, registry: GroupRegistry, root: Path, case: Case) -> dic
         total = sum(int((s.weight != 0).sum()) for s in batch)
         mine = batch[groups.dp_rank :: groups.dp_size]
         rows = [mine[:1], mine[1:3], mine[3:]] if case.packed else [[s] for s in mine]
-        if groups.dp_rank == 0 and case.packed and len(mine) > 3:  # one micro-batch more than the other ranks
-            rows = [*rows[:-1], mine[3:4], mine[4:]] if len(mine) > 4 else rows
+        if case.packed and groups.dp_rank == 1:  # fewer micro-batches than the other ranks have
+            rows = [mine]
 
         def loss(logprobs, entropy, row, total=total):
             return -(logprobs * row.values["weight"].to(logprobs.device)).sum() / total, {}

@@ -13,26 +13,19 @@ from typing import Any
 
 import torch
 
+from rl3d.config import zero_problem
 from rl3d.distributed.groups import ModelGroups
 from rl3d.engine.zero.base import AdamSettings, ZeroEngine
 from rl3d.engine.zero.partitioned import ScatteredGradientsEngine, WholeGradientsEngine
 from rl3d.engine.zero.replicated import ReplicatedEngine
 from rl3d.engine.zero.sharded import ShardedEngine
+from rl3d.layout import TrainLayout
 
 __all__ = ["AdamSettings", "ZeroEngine", "build_zero", "stage_run"]
 
 
 def stage_run(stage: int, pp: int, bf16: bool) -> tuple[int, str]:
-    """The stage that a layout is run at, and why it differs from what was asked for ("" when it does not).
-
-    Raises:
-        ValueError: stage 3 with pipeline stages.
-    """
-    if stage == 3 and pp > 1:
-        raise ValueError(
-            f"layout.train: zero3 with pp = {pp}: DeepSpeed gathers weights in the order of one stage's modules and waits "
-            f"for all ranks, which pipeline stages never meet; use zero1 with pp, or zero3 with pp1 and more tp or dp"
-        )
+    """The stage that a layout is run at, and why it differs from what was asked for ("" when it does not)."""
     if stage == 0 and bf16:
         return 1, "zero0 in bfloat16 is run as zero1: DeepSpeed's stage 0 corrects Adam's bias wrongly there"
     if stage == 2 and pp > 1:
@@ -51,6 +44,8 @@ def build_zero(model: torch.nn.Module, groups: ModelGroups, stage: int, settings
     Raises:
         ValueError: stage 3 with pipeline stages.
     """
+    if (problem := zero_problem(TrainLayout(groups.tp_size, groups.pp_size, groups.dp_size, stage))) is not None:
+        raise ValueError(problem)
     parameters = [p for p in model.parameters() if p.requires_grad]
     bf16 = parameters[0].dtype == torch.bfloat16
     stage, _ = stage_run(stage, groups.pp_size, bf16)

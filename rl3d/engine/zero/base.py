@@ -95,9 +95,9 @@ class ZeroEngine(ABC):
                 for grad, total in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
                     grad.copy_(total.view_as(grad))
             if shared_embedding is not None:
-                grad = self.gradient(shared_embedding)
-                assert grad is not None
-                dist.all_reduce(grad, group=self.groups.embd)
+                tied = self.gradient(shared_embedding)
+                assert tied is not None
+                dist.all_reduce(tied, group=self.groups.embd)
 
     def _is_partial(self, parameter: Parameter) -> bool:
         return self.groups.tp_size > 1 and getattr(parameter, "sequence_parallel", False)
@@ -157,6 +157,10 @@ class ZeroEngine(ABC):
             self.peak_gradient_bytes = max(self.peak_gradient_bytes, self.gradient_bytes())
 
     def _after_gradient(self, parameter: Parameter) -> None:
+        """Called with each gradient as it appears in a backward pass, before DeepSpeed sees it."""
+        if self.level and self._is_partial(parameter):
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad, group=self.groups.tp)
         self._sample_gradients()
 
     # ---- saving and loading, same layout

@@ -99,11 +99,6 @@ class ScatteredGradientsEngine(WholeGradientsEngine):
     def finish_gradients(self, shared_embedding: Parameter | None) -> None:
         """Nothing is left to do: partial gradients were completed one by one, and there is one stage."""
 
-    def _after_gradient(self, parameter: Parameter) -> None:
-        if self._is_partial(parameter):
-            dist.all_reduce(parameter.grad, group=self.groups.tp)
-        super()._after_gradient(parameter)
-
 
 def _reduction_storage(optimizer: Any) -> Iterator[Tensor | None]:
     """Buckets and partitions in which a ``DeepSpeedZeroOptimizer`` holds gradients."""

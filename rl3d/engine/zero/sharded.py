@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -32,11 +31,6 @@ class ShardedEngine(ZeroEngine):
 
     def finish_gradients(self, shared_embedding: Parameter | None) -> None:
         """Nothing is left to do: partial gradients were completed one by one, and there is one stage."""
-
-    def _after_gradient(self, parameter: Parameter) -> None:
-        if self._is_partial(parameter):
-            dist.all_reduce(parameter.grad, group=self.groups.tp)
-        super()._after_gradient(parameter)
 
     def _gradient_storage(self) -> Iterable[Tensor | None]:
         optimizer = self.optimizer
