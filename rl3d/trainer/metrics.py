@@ -32,6 +32,7 @@ PROMPT_LENGTH = "prompt_length"
 THROUGHPUT = "perf/throughput"  # tokens per second and rank
 TOTAL_TOKENS = "perf/total_num_tokens"
 TIME_PER_STEP = "perf/time_per_step"
+MFU_ACTOR = "perf/mfu/actor"  # of the policy update, where the device's peak is known
 MAX_MEMORY_GB = "perf/max_memory_allocated_gb"
 # generation against training: probabilities of the sampled tokens
 PROBS_DIFF_MAX = "training/rollout_probs_diff_max"

@@ -11,6 +11,7 @@ from rl3d.config import PPOConfig, RolloutConfig, RunConfig, TrainerConfig
 from rl3d.data.batch import Sample
 from rl3d.data.dataset import PromptDataset, PromptStream
 from rl3d.engine.actor import Actor
+from rl3d.estimate.flops import peak_flops, training_flops
 from rl3d.rewards.runner import as_runner
 from rl3d.trainer import checkpoint
 from rl3d.trainer import metrics as names
@@ -177,7 +178,7 @@ class RLTrainer:
         spread = names.spread(names.SCORE, scores) | names.spread(names.REWARDS, scores)
         limit = self.actor.settings.max_sequence_length - self.rollout.max_new_tokens
         return {
-            **metrics, **ctx.metrics, **spread, **ctx.timings,
+            **metrics, **ctx.metrics, **spread, **ctx.timings, **self._mfu(ctx, samples),
             **names.lengths(names.RESPONSE_LENGTH, [len(s.response_ids) for s in samples], self.rollout.max_new_tokens),
             **names.lengths(names.PROMPT_LENGTH, [len(s.prompt_ids) for s in samples], limit),
             names.TOTAL_TOKENS: tokens, names.TIME_PER_STEP: seconds, names.MAX_MEMORY_GB: memory,
@@ -186,6 +187,16 @@ class RLTrainer:
             "reward/failed": sum(s.failed for s in samples),
             "reward_mean": spread.get(f"{names.SCORE}/mean", float("nan")),
         }  # fmt: skip
+
+    def _mfu(self, ctx: StepContext, samples: Sequence[Sample]) -> dict[str, float]:
+        """Share of the devices' peak that the policy update reached; nothing where the peak is not known."""
+        name = torch.cuda.get_device_name(self.runtime.device) if self.runtime.device.type == "cuda" else ""
+        peak, seconds = peak_flops(name), ctx.timings.get(names.TIMING_UPDATE_ACTOR)
+        if peak is None or not seconds or self.actor.settings.dtype == torch.float32:
+            return {}
+        lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+        work = training_flops(self.actor.parts.arch, lengths, sum(len(s.response_ids) for s in samples))
+        return {names.MFU_ACTOR: work * self.algorithm.ppo_epochs / (seconds * peak * self.runtime.world_size)}
 
     def _report(self, step: int, logs: dict[str, Any], samples: Sequence[Sample], writer: MetricsWriter | None) -> None:
         kl = logs["actor/kl_loss"] if self.actor.parts.reference is not None else logs[names.ACTOR_PPO_KL]
