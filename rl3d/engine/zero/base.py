@@ -84,8 +84,8 @@ class ZeroEngine(ABC):
     def finish_gradients(self, shared_embedding: Parameter | None) -> None:
         """After the last backward pass, before the reduction over data parallelism: what is not a sum over dp.
 
-        Norms under sequence parallelism saw a part of the sequence on each tensor-parallel rank; the two copies of a
-        tied embedding (``shared_embedding``: this rank's) each saw one use of it.
+        Some copies on tensor-parallel ranks have parts of their gradient (:meth:`_is_partial`); the two copies of a tied
+        embedding (``shared_embedding``: this rank's) each saw one use of it.
         """
         with torch.no_grad():
             partial = [g for p in self.parameters if self._is_partial(p) and (g := self.gradient(p)) is not None]
@@ -100,7 +100,10 @@ class ZeroEngine(ABC):
                 dist.all_reduce(tied, group=self.groups.embd)
 
     def _is_partial(self, parameter: Parameter) -> bool:
-        return self.groups.tp_size > 1 and getattr(parameter, "sequence_parallel", False)
+        """Whether the copies on the tensor-parallel ranks get parts of the gradient: norms under sequence parallelism, and
+        weights that modules mark with ``sum_gradient_over_tp`` (norms of the heads of a rank)."""
+        marks = ("sequence_parallel", "sum_gradient_over_tp")
+        return self.groups.tp_size > 1 and any(getattr(parameter, mark, False) for mark in marks)
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """This rank's accumulated gradient before the reduction, wherever the optimiser keeps it."""
