@@ -50,7 +50,8 @@ class ModelGroups:
     """The groups that one model lives in, seen from this rank, with its coordinates.
 
     ``mp`` spans tp x pp (one copy of the model); ``embd`` joins the first and the last stage when the embedding is
-    tied; ``single`` holds this rank alone and stands for every dimension that rl3d does not split.
+    tied; ``single`` holds this rank alone and stands for every dimension that rl3d does not split. ``vpp`` is the number
+    of chunks of layers on each stage.
     """
 
     tp: Any
@@ -65,6 +66,7 @@ class ModelGroups:
     pp_size: int
     dp_rank: int
     dp_size: int
+    vpp: int = 1
 
     @property
     def is_first_stage(self) -> bool:
@@ -90,8 +92,12 @@ class ModelGroups:
         return collection
 
 
-def training_groups(mesh: Mesh, registry: GroupRegistry) -> ModelGroups:
-    """Groups of a training mesh (collective). Raises :class:`LayoutError` when the world does not match the mesh."""
+def training_groups(mesh: Mesh, registry: GroupRegistry, vpp: int = 1) -> ModelGroups:
+    """Groups of a training mesh whose stages hold ``vpp`` chunks each (collective).
+
+    Raises:
+        LayoutError: the world does not match the mesh.
+    """
     if dist.get_world_size() != mesh.world_size:
         raise LayoutError(f"the mesh has {mesh.world_size} ranks, but {dist.get_world_size()} were started")
     coord = mesh.coords(dist.get_rank())
@@ -103,6 +109,7 @@ def training_groups(mesh: Mesh, registry: GroupRegistry) -> ModelGroups:
     return ModelGroups(
         tp=tp, pp=pp, dp=dp, mp=mp, embd=embd, single=single,
         tp_rank=coord.tp, tp_size=mesh.tp, pp_rank=coord.pp, pp_size=mesh.pp, dp_rank=coord.dp, dp_size=mesh.dp,
+        vpp=vpp,
     )  # fmt: skip
 
 

@@ -81,8 +81,6 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
         raise LayoutError(f"training layout {train}: {problem}")
     if train.zero == 3 and settings.training_copy == "drop":
         raise LayoutError(f"training layout {train}: zero3 has no whole weights to drop; use training_copy='keep'")
-    if train.vpp > 1:
-        raise LayoutError(f"training layout {train}: the engine runs plain stages; drop vpp{train.vpp}")
     check_tensor_parallel(arch, train.tp, "layout.train")
     check_tensor_parallel(arch, gen.tp, "layout.gen")
     padded_vocab = arch.padded_vocab(train.tp, gen.tp)
@@ -97,7 +95,7 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
         _log.warning("layout.train = %s: %s", train, note)
     bootstrap.init_deepspeed()
     registry = GroupRegistry.of(runtime, "model")
-    groups = training_groups(mesh, registry)
+    groups = training_groups(mesh, registry, train.vpp)
     gen_groups = generation_groups(replicas, registry)
     move_group = GroupRegistry.of(runtime, "move").all_of([tuple(range(world))])  # of its own: a listener may move
 

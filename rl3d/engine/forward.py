@@ -4,26 +4,29 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
 from torch import Tensor
 
 from rl3d.distributed.groups import ModelGroups
+from rl3d.engine.messages import StageMessages
 from rl3d.engine.microbatch import MicroBatch
 from rl3d.engine.vocab_parallel import token_logprobs
+from rl3d.models.build import model_chunks
 
 # (logprobs_N, entropy_N, micro-batch) -> (loss to minimise, values to collect)
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Any]]]
 
 
 class Pipeline:
-    """Runs a model over micro-batches: forward only, or forward and backward (1F1B when there are stages).
+    """Runs a model over micro-batches: forward only, or forward and backward (1F1B when there are stages,
+    interleaved where a stage holds several chunks).
 
     Args:
-        model: this rank's ``GPTModel``.
+        model: this rank's part, as :func:`rl3d.models.build.build_model` gives it.
         groups: where it lives.
         vocab_size: real vocabulary; pad columns take no part in the softmax.
         logprob_chunk: tokens whose fp32 logits exist at a time.
@@ -31,10 +34,10 @@ class Pipeline:
 
     def __init__(self, model: Any, groups: ModelGroups, vocab_size: int, logprob_chunk: int = 1024):
         self.model, self.groups = model, groups
-        self.training_forward: Callable[..., Any] = model  # ZeRO stages that reduce within a step wrap the model
+        self.training_forward: Callable[..., Any] = model  # ZeRO stages that reduce within a step wrap a whole one
         self.vocab_size, self.logprob_chunk = vocab_size, logprob_chunk
         self._collection = groups.pg_collection()
-        self._p2p = P2PCommunicator(pp_group=groups.pp, config=model.config)
+        self._messages = StageMessages(groups, model.config)
         # the loss is normalised over the global batch before it gets here: megatron-core must not divide again
         model.config.calculate_per_token_loss = True
 
@@ -45,13 +48,16 @@ class Pipeline:
         Every rank of a pipeline must pass the same micro-batches.
         """
         device = next(self.model.parameters()).device
-        queue = iter([b.to(device) for b in batches])
+        rows = [b.to(device) for b in batches]
+        if self.groups.vpp > 1:  # megatron-core interleaves rounds of pp micro-batches
+            length = self.groups.tp_size if self.model.config.sequence_parallel else 1
+            rows += [rows[0].empty(length)] * (-len(rows) % self.groups.pp_size)
 
-        call = self.model if forward_only else self.training_forward
+        wrapped = self.groups.pp_size == 1 and not forward_only
 
         def forward_step(iterator: Any, model: Any) -> tuple[Any, Callable[[Any], Any]]:
             batch = next(iterator)
-            out = call(
+            out = (self.training_forward if wrapped else model)(
                 batch.tokens_T[None], batch.positions_T[None], None, packed_seq_params=batch.boundaries(),
                 output_processor=self._last_stage, output_processor_context=(batch, temperature),
             )  # fmt: skip
@@ -63,14 +69,19 @@ class Pipeline:
 
             return out, finish
 
+        chunks = model_chunks(self.model)
         arguments: dict[str, Any] = {
-            "forward_step_func": forward_step, "data_iterator": queue, "model": [self.model],
-            "num_microbatches": len(batches), "seq_length": 1, "micro_batch_size": 1, "forward_only": forward_only,
+            "forward_step_func": forward_step, "data_iterator": [iter(rows) for _ in chunks], "model": chunks,
+            "num_microbatches": len(rows), "seq_length": 1, "micro_batch_size": 1, "forward_only": forward_only,
             "pg_collection": self._collection,
         }  # fmt: skip
         if self.groups.pp_size == 1:
             return forward_backward_no_pipelining(**arguments)
-        return forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=self._p2p)
+        self._messages.begin([len(row.tokens_T) for row in rows])
+        run = forward_backward_pipelining_without_interleaving
+        if self.groups.vpp > 1:
+            run = forward_backward_pipelining_with_interleaving
+        return run(**arguments, p2p_communicator=self._messages)[: len(batches)]
 
     def _last_stage(self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None,
                     context: tuple[MicroBatch, float], **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip

@@ -37,11 +37,12 @@ class MicroBatch:
             self.labels_N.to(device), {k: v.to(device) for k, v in self.values.items()},
         )  # fmt: skip
 
-    def empty(self) -> "MicroBatch":
-        """A row of one token that predicts nothing, with the same values (none of each): nothing is learnt from it."""
-        first = self.tokens_T[:1]
+    def empty(self, length: int = 1) -> "MicroBatch":
+        """A row of ``length`` tokens that predicts nothing, with the same values (none of each)."""
+        tokens = self.tokens_T[:1].expand(length)
         nothing = self.select_N[:0]
-        return MicroBatch(first, torch.zeros_like(first), (1,), nothing, nothing, {k: v[:0] for k, v in self.values.items()})
+        values = {k: v[:0] for k, v in self.values.items()}
+        return MicroBatch(tokens, torch.zeros_like(tokens), (1,) * length, nothing, nothing, values)
 
     def boundaries(self) -> RowBoundaries:
         return RowBoundaries.of(self.lengths, self.tokens_T.device)

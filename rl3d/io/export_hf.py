@@ -187,7 +187,7 @@ def _write_index(directory: Path, arch: Architecture, padded_vocab: int, groups:
     if groups.pp_size == 1:
         index.unlink(missing_ok=True)
         return
-    layers = stage_layers(arch.num_layers, groups.pp_size)
+    layers = stage_layers(arch.num_layers, groups.pp_size, groups.vpp)
     weight_map, shapes, total = {}, hf_shapes(arch), 0
     for m in mapped_parameters(arch, padded_vocab):
         stage = next(s for s in range(groups.pp_size) if m.spec.on_stage(s, layers))

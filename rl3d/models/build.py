@@ -1,5 +1,6 @@
 """Architecture -> megatron-core ``GPTModel`` on explicit process groups, without Transformer Engine or Apex."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rl3d.distributed.groups import ModelGroups
-from rl3d.layout import stage_layers
+from rl3d.layout import stage_chunks
 from rl3d.models.architecture import Architecture, UnsupportedModelError
 from rl3d.models.layers import PackedAttention, RMSNorm, SwiGLU
 from rl3d.models.rope import inverse_frequencies
@@ -53,6 +54,23 @@ class PackedGPTModel(GPTModel):
         return (out[0], out[1][position_ids[0]], *out[2:])  # [T, 1, 1, D], one row of angles per token
 
 
+class InterleavedStage(torch.nn.ModuleList):
+    """The chunks of one interleaved pipeline stage as one module; chunk ``c`` is virtual stage ``c * pp + stage``."""
+
+    def __init__(self, chunks: Sequence[PackedGPTModel]):
+        super().__init__(chunks)
+        self.config = chunks[0].config
+
+    def shared_embedding_or_output_weight(self) -> torch.nn.Parameter:
+        """The embedding on the first stage, the output projection on the last."""
+        return next(chunk for chunk in self if chunk.pre_process or chunk.post_process).shared_embedding_or_output_weight()
+
+
+def model_chunks(model: torch.nn.Module) -> list[Any]:
+    """The ``GPTModel`` chunks of what :func:`build_model` gave, in order; one unless stages are interleaved."""
+    return list(model) if isinstance(model, InterleavedStage) else [model]
+
+
 def check_tensor_parallel(arch: Architecture, tp: int, key: str) -> None:
     """Raise :class:`UnsupportedModelError` when ``tp`` does not divide the heads or the MLP; ``key`` names the setting."""
     valid = [t for t in range(1, arch.num_heads + 1) if arch.num_heads % t == 0 and arch.ffn_size % t == 0
@@ -76,6 +94,7 @@ def transformer_config(arch: Architecture, groups: ModelGroups, dtype: torch.dty
         "ffn_hidden_size": arch.ffn_size,
         "tensor_model_parallel_size": groups.tp_size,
         "pipeline_model_parallel_size": groups.pp_size,
+        "virtual_pipeline_model_parallel_size": groups.vpp if groups.vpp > 1 else None,
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -93,6 +112,9 @@ def transformer_config(arch: Architecture, groups: ModelGroups, dtype: torch.dty
         "variable_seq_lengths": True,  # packed rows differ in length from one micro-batch to the next
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, MoE or not
         "cuda_graph_modules": [],
+        # one direction a message: with two stages, batched messages of both directions would be told apart by nothing
+        "overlap_p2p_comm": groups.vpp > 1,
+        "batch_p2p_comm": groups.vpp == 1,
         # fused kernels of Apex and Transformer Engine, which rl3d does without
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
@@ -107,7 +129,7 @@ def transformer_config(arch: Architecture, groups: ModelGroups, dtype: torch.dty
 def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, dtype: torch.dtype,
                 device: torch.device, mode: str = "train", self_attention: type | None = None,
                 use_flash_attention: bool = True,
-                **overrides: Any) -> PackedGPTModel:  # fmt: skip
+                **overrides: Any) -> PackedGPTModel | InterleavedStage:  # fmt: skip
     """This rank's part of the model, with unset weights. Collective over ``groups`` when the embedding is tied.
 
     Args:
@@ -118,10 +140,10 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
 
     Raises:
         UnsupportedModelError: heads or MLP not divisible by tp.
-        LayoutError: fewer layers than stages.
+        LayoutError: fewer layers than (virtual) stages.
     """
     check_tensor_parallel(arch, groups.tp_size, "layout.train" if mode == "train" else "layout.gen")
-    layers = stage_layers(arch.num_layers, groups.pp_size)[groups.pp_rank]
+    chunks = stage_chunks(arch.num_layers, groups.pp_size, groups.vpp)[groups.pp_rank]
     config = transformer_config(arch, groups, dtype, device, **overrides)
     config.use_flash_attention = use_flash_attention  # read by PackedAttention
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -132,26 +154,32 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
     layer.submodules.mlp = partial(MLP.as_mlp_submodule, submodules=mlp)
     if self_attention is not None:
         layer.submodules.self_attention.module = self_attention
-    block = TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=RMSNorm)
-    model = PackedGPTModel(
-        config,
-        block,
-        vocab_size=padded_vocab,
-        max_sequence_length=arch.max_positions,
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
-        share_embeddings_and_output_weights=arch.tied,
-        position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
-        pg_collection=groups.pg_collection(),
-    ).to(device)
-    for index, module in zip(layers, model.decoder.layers, strict=True):
-        for part in module.modules():  # megatron-core numbers layers as if every stage held the same number
-            if hasattr(part, "layer_number"):
-                part.layer_number = index + 1
     frequencies = inverse_frequencies(arch, device)
-    if frequencies is not None:
-        model.rotary_pos_emb.inv_freq = frequencies
+
+    def build(chunk: int) -> PackedGPTModel:
+        layers = chunks[chunk]
+        part = PackedGPTModel(
+            config,
+            TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=RMSNorm),
+            vocab_size=padded_vocab,
+            max_sequence_length=arch.max_positions,
+            pre_process=groups.is_first_stage and chunk == 0,
+            post_process=groups.is_last_stage and chunk == groups.vpp - 1,
+            share_embeddings_and_output_weights=arch.tied,
+            position_embedding_type="rope",
+            rotary_base=arch.rope_theta,
+            pg_collection=groups.pg_collection(),
+            vp_stage=chunk if groups.vpp > 1 else None,
+        ).to(device)
+        for index, module in zip(layers, part.decoder.layers, strict=True):
+            for inner in module.modules():  # megatron-core numbers layers as if every stage held the same number
+                if hasattr(inner, "layer_number"):
+                    inner.layer_number = index + 1
+        if frequencies is not None:
+            part.rotary_pos_emb.inv_freq = frequencies
+        return part
+
+    model = build(0) if groups.vpp == 1 else InterleavedStage([build(chunk) for chunk in range(groups.vpp)])
     if mode == "generate":
         model.eval().requires_grad_(False)
     return model
@@ -159,13 +187,14 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
 
 def canonical_parameters(model: torch.nn.Module, arch: Architecture, groups: ModelGroups) -> dict[str, torch.nn.Parameter]:
     """Canonical (global layer index) name -> parameter of this rank's part of the model."""
-    layers = stage_layers(arch.num_layers, groups.pp_size)[groups.pp_rank]
+    stage = stage_chunks(arch.num_layers, groups.pp_size, groups.vpp)[groups.pp_rank]
     out = {}
-    for name, parameter in model.named_parameters():
-        if name.startswith("decoder.layers."):
-            head, rest = name.removeprefix("decoder.layers.").split(".", 1)
-            name = f"decoder.layers.{layers[int(head)]}.{rest}"
-        elif name == "output_layer.weight" and arch.tied:
-            name = "embedding.word_embeddings.weight"
-        out[name] = parameter
+    for chunk, layers in zip(model_chunks(model), stage, strict=True):
+        for name, parameter in chunk.named_parameters():
+            if name.startswith("decoder.layers."):
+                head, rest = name.removeprefix("decoder.layers.").split(".", 1)
+                name = f"decoder.layers.{layers[int(head)]}.{rest}"
+            elif name == "output_layer.weight" and arch.tied:
+                name = "embedding.word_embeddings.weight"
+            out[name] = parameter
     return out
