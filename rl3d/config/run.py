@@ -40,6 +40,14 @@ MEGATRON_OWNED = {
     **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"), "layout.train"),
     **dict.fromkeys(
         (
+            *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
+            *("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage", "overlap_p2p_comm"),
+            *("batch_p2p_comm", "variable_seq_lengths"),
+        ),
+        "layout.train, for example tp2.pp2.vpp2.zero1",
+    ),
+    **dict.fromkeys(
+        (
             *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
             *("kv_channels", "vocab_size", "layernorm_epsilon", "normalization", "gated_linear_unit"),
             *("activation_func", "add_bias_linear", "add_qkv_bias", "rotary_base"),
@@ -59,8 +67,7 @@ _NOT_YET = {
     "deepspeed": ("zero_optimization.offload_optimizer", "zero_optimization.offload_param", "zero_optimization.cpu_offload"),
     "megatron": (
         *("sequence_parallel", "context_parallel_size", "expert_model_parallel_size", "num_moe_experts"),
-        *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "mtp_num_layers"),
-        *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "recompute_granularity"),
+        *("mtp_num_layers", "recompute_granularity"),
     ),
 }
 """Settings of the libraries that this release would compute wrongly, or not at all."""

@@ -83,7 +83,8 @@ class LayoutConfig(Section):
 
     train: str = Field(
         default="tp1.pp1.zero1",
-        description="Training layout, for example tp2.pp2.zero1; dp follows from the number of ranks.",
+        description="Training layout, for example tp2.pp2.zero1, or tp2.pp2.vpp2.zero1 with two interleaved chunks of "
+        "layers on each stage; dp follows from the number of ranks. Stages may differ by a layer.",
     )
     gen: str = Field(default="tp1", description="Generation layout, for example tp4; the other ranks become replicas.")
     order: str = Field(

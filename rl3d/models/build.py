@@ -63,7 +63,8 @@ class InterleavedStage(torch.nn.ModuleList):
 
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter:
         """The embedding on the first stage, the output projection on the last."""
-        return next(chunk for chunk in self if chunk.pre_process or chunk.post_process).shared_embedding_or_output_weight()
+        chunk: Any = next(chunk for chunk in model_chunks(self) if chunk.pre_process or chunk.post_process)
+        return chunk.shared_embedding_or_output_weight()
 
 
 def model_chunks(model: torch.nn.Module) -> list[Any]:

@@ -75,6 +75,7 @@ CASES = [
     ("deepspeed.fp16.enabled=true", ["deepspeed.fp16.enabled", "model.dtype"]),
     ("megatron.tensor_model_parallel_size=2", ["megatron.tensor_model_parallel_size = 2", "layout.train"]),
     ("megatron.num_layers=3", ["megatron.num_layers = 3", "config.json"]),
+    ("megatron.num_layers_in_first_pipeline_stage=3", ["num_layers_in_first_pipeline_stage = 3", "layout.train"]),
     # layouts
     ("layout.train=tp2.pq2", ["layout.train = 'tp2.pq2'", "cannot read 'pq2'"]),
     ("layout.train=tp2.tp2", ["layout.train", "given twice"]),
