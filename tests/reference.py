@@ -71,12 +71,15 @@ def response_logprobs(model, tokens: Tensor, prompt: int, temperature: float = 1
     return torch.log_softmax(logits, -1)[prompt - 1 : -1].gather(1, tokens[prompt:, None])[:, 0]
 
 
-def train_reference(tied: bool, steps: int = 3, temperature: float = 0.7, **changes: object) -> tuple[dict, list[float]]:
+def train_reference(
+    tied: bool, steps: int = 3, temperature: float = 0.7, model=None, **changes: object
+) -> tuple[dict, list[float]]:
     """Single process, fp32, Hugging Face + torch AdamW: loss = -sum(weight * logprob) / tokens of the global batch.
 
-    Returns the final state dict and the gradient norm of each step before clipping to 0.5.
+    ``model`` is trained in place; by default the tiny llama. Returns the final state dict and the gradient norm of each
+    step before clipping to 0.5.
     """
-    model = hf_llama(tied, **changes)
+    model = hf_llama(tied, **changes) if model is None else model
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.01)
     norms = []

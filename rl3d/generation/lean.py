@@ -2,8 +2,8 @@
 
 Decoding a token is a few dozen small products a layer; on a CPU the modules' Python costs as much as a third of them.
 This body reads the parameters of the megatron-core modules, so weights replaced in place are seen, and computes what
-they compute, term by term. It knows the plain decoder: RMSNorm, rotary, grouped queries, gated SiLU, no MoE; for
-anything else :class:`rl3d.generation.body.MegatronBody` runs the modules themselves.
+they compute, term by term. It knows the plain decoder: RMSNorm before or after, rotary, grouped queries, query and key
+norms, gated SiLU, no MoE; for anything else :class:`rl3d.generation.body.MegatronBody` runs the modules themselves.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def reason_against(model: GPTModel, tp: int) -> str | None:
     config = model.config
     expected = {
         "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False,
-        "multi_latent_attention": False, "num_moe_experts": None, "qk_layernorm": False, "mtp_num_layers": None,
+        "multi_latent_attention": False, "num_moe_experts": None, "qk_l2_norm": False, "mtp_num_layers": None,
         "fp32_residual_connection": False, "sequence_parallel": False, "use_mup": False,
         "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
     }  # fmt: skip
@@ -49,6 +49,7 @@ class LeanBody:
         self.groups = attention.num_query_groups_per_partition
         self.head_dim = attention.hidden_size_per_attention_head
         self.scale = model.config.softmax_scale
+        self.amplitude = attention._yarn_concentration_factor
 
     def forward(self, ids_T: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
         """Logits [N, padded_vocab / tp] at the packed tokens ``rows_N`` (all when ``None``, a decode step)."""
@@ -57,9 +58,11 @@ class LeanBody:
         x = model.embedding.word_embeddings(ids_T)
         rotary = model.rotary_pos_emb(self.context.max_sequence_length)
         for index, layer in enumerate(model.decoder.layers):
-            x = x + self._reduce(self._attention(index, layer.self_attention, layer.input_layernorm(x), rotary, linear))
-            gate_up = linear(layer.pre_mlp_layernorm(x), layer.mlp.linear_fc1.weight)
-            x = x + self._reduce(linear(swiglu(gate_up), layer.mlp.linear_fc2.weight))
+            attention, mlp = layer.self_attention, layer.mlp
+            out = self._attention(index, attention, layer.input_layernorm(x), rotary, linear)
+            x = x + self._project(out, attention.linear_proj, linear)
+            gate_up = linear(layer.pre_mlp_layernorm(x), mlp.linear_fc1.weight)
+            x = x + self._project(swiglu(gate_up), mlp.linear_fc2, linear)
         x = model.decoder.final_layernorm(x if rows_N is None else x.index_select(0, rows_N))
         tied = model.share_embeddings_and_output_weights
         weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
@@ -71,15 +74,24 @@ class LeanBody:
             qkv = qkv + module.linear_qkv.bias
         # per key/value head: its query heads, its key, its value
         qkv = qkv.view(x.shape[0], self.groups, -1, self.head_dim)
-        turned = self.context.rotate(qkv[:, :, :-1].flatten(1, 2), rotary).unflatten(1, (self.groups, -1))
-        query = turned[:, :, :-1].flatten(1, 2)
-        out = self.context.attend(index, query, turned[:, :, -1], qkv[:, :, -1], self.scale)
-        return linear(out, module.linear_proj.weight)
+        if module.q_layernorm is None:
+            turned = self._rotate(qkv[:, :, :-1].flatten(1, 2), rotary).unflatten(1, (self.groups, -1))
+            query, key = turned[:, :, :-1].flatten(1, 2), turned[:, :, -1]
+        else:
+            query = self._rotate(module.q_layernorm(qkv[:, :, :-2].flatten(1, 2)), rotary)
+            key = self._rotate(module.k_layernorm(qkv[:, :, -2]), rotary)
+        return self.context.attend(index, query, key, qkv[:, :, -1], self.scale)
 
-    def _reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def _rotate(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        return self.context.rotate(x, rotary, self.amplitude)
+
+    def _project(self, x: torch.Tensor, module: Any, linear: Any) -> torch.Tensor:
+        """A row-parallel projection, and its norm where it has one."""
+        x = linear(x, module.weight)
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
-        return x
+        norm = getattr(module, "post_layernorm", None)
+        return x if norm is None else norm(x)
 
 
 def _few_rows_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

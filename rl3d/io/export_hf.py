@@ -140,7 +140,8 @@ def _write_stage(directory: Path, arch: Architecture, mine: list[MappedParameter
             if stream is None or whole is None:
                 continue
             for name in _hf_names(m):
-                parts = [whole[s.start : s.start + s.length] for s in m.segments if s.hf_name == name]
+                segments = sorted((s for s in m.segments if s.hf_name == name), key=lambda s: s.hf_start)
+                parts = [whole[s.start : s.start + s.length] for s in segments]
                 stream.write(name, torch.cat(parts).to(dtype))
     except BaseException:
         if stream is not None:

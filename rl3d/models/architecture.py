@@ -11,19 +11,59 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl3d.models.errors import UnsupportedModelError
+from rl3d.models.rope_settings import rope_settings
 
-class UnsupportedModelError(ValueError):
-    """A model, or a setting of it, that rl3d cannot compute; the message names the field and its value."""
+
+@dataclass(frozen=True)
+class _Family:
+    """What the configurations of one model_type say and leave unsaid.
+
+    Attributes:
+        fixed: fields with the only value that the computation here covers.
+        defaults: what transformers' configuration class takes for a field that the file leaves out.
+        ignored: fields that change nothing in the models covered.
+        qkv_bias, qk_norm, post_norm: as in :class:`Architecture`; no field of the configuration says so.
+        window: a ``sliding_window`` counts whatever ``use_sliding_window`` says.
+    """
+
+    fixed: dict[str, Any]
+    defaults: dict[str, Any]
+    ignored: tuple[str, ...] = ()
+    qkv_bias: bool = False
+    qk_norm: str = "none"
+    post_norm: bool = False
+    window: bool = False
 
 
-# model_type -> fields with the only value that the computation here covers. Anything else in the configuration is
-# either read below or describes no computation (token ids, dtype, initialisation, bookkeeping).
-_FIXED: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    "mistral": {"hidden_act": "silu"},
-    "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
+# Any other field of a configuration is either read below or describes no computation (token ids, dtype, bookkeeping).
+_FAMILIES: dict[str, _Family] = {
+    "llama": _Family({"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}, {}),
+    "mistral": _Family(
+        {"hidden_act": "silu"},
+        {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        window=True,
+    ),
+    "qwen2": _Family(
+        {"hidden_act": "silu", "use_sliding_window": False},
+        {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+        qkv_bias=True,
+    ),
+    "qwen3": _Family(
+        {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False},
+        {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+        qk_norm="head",
+    ),
+    "phi3": _Family(
+        {"hidden_act": "silu", "attention_bias": False, "partial_rotary_factor": 1.0},
+        {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        ignored=("original_max_position_embeddings",),  # read by longrope only
+        window=True,
+    ),
+    "olmo2": _Family(
+        {"hidden_act": "silu", "attention_bias": False}, {"rms_norm_eps": 1e-5}, qk_norm="projection", post_norm=True
+    ),
 }
-_QKV_BIAS = {"qwen2"}  # no field of their configuration says so
 _READ = {
     "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "vocab_size", "tie_word_embeddings", "rms_norm_eps", "max_position_embeddings",
@@ -40,7 +80,16 @@ _NO_COMPUTATION = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer in numbers. Sizes are global (TP = 1); ``vocab_size`` is the real one, unpadded."""
+    """A decoder-only transformer in numbers. Sizes are global (TP = 1); ``vocab_size`` is the real one, unpadded.
+
+    Attributes:
+        qk_norm: RMS norm of queries and keys before the rotation: ``"none"``, ``"head"`` (each head by itself, one
+            weight of head_dim for all of them; qwen3) or ``"projection"`` (over all heads together, one weight for
+            each row of the projection; olmo2).
+        post_norm: the norms of a layer follow attention and MLP, before the residual is added (olmo2), instead of
+            coming before them.
+        rope_scaling: fields of transformers' ``rope_parameters`` except theta, sorted; empty for plain RoPE.
+    """
 
     family: str
     num_layers: int
@@ -55,6 +104,8 @@ class Architecture:
     rms_eps: float
     max_positions: int
     qkv_bias: bool = False
+    qk_norm: str = "none"
+    post_norm: bool = False
     rope_scaling: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -67,7 +118,9 @@ class Architecture:
         """Parameters of the model, a tied embedding counted once."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         bias = self.qkv_rows if self.qkv_bias else 0
-        layer = attention + bias + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
+        heads = {"none": 0, "head": 2, "projection": self.num_heads + self.num_kv_heads}[self.qk_norm]
+        norms = 2 * self.hidden_size + heads * self.head_dim
+        layer = attention + bias + 3 * self.hidden_size * self.ffn_size + norms
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
@@ -88,14 +141,18 @@ class Architecture:
             UnsupportedModelError: the model type, or a field that changes the computation, is not covered.
         """
         config = _as_dict(source)
-        family = config.get("model_type")
-        if family not in _FIXED:
-            raise UnsupportedModelError(f"model_type {family!r} is not supported; expected one of {sorted(_FIXED)}")
-        _refuse_unknown(config, family)
-        _refuse_sliding_window(config, family)
+        name = config.get("model_type")
+        if name not in _FAMILIES:
+            raise UnsupportedModelError(f"model_type {name!r} is not supported; expected one of {sorted(_FAMILIES)}")
+        family = _FAMILIES[name]
+        config = {**family.defaults, **config}
+        _refuse_unknown(config, name)
+        _refuse_sliding_window(config, name)
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        longest = config.get("max_position_embeddings", 2048)
+        theta, scaling = rope_settings(config, name, longest)
         return cls(
-            family=family,
+            family=name,
             num_layers=config["num_hidden_layers"],
             hidden_size=hidden,
             num_heads=heads,
@@ -104,11 +161,13 @@ class Architecture:
             ffn_size=config["intermediate_size"],
             vocab_size=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", False)),
-            rope_theta=_rope_theta(config),
+            rope_theta=theta,
             rms_eps=config.get("rms_norm_eps", 1e-6),
-            max_positions=config.get("max_position_embeddings", 2048),
-            qkv_bias=family in _QKV_BIAS,
-            rope_scaling=_rope_scaling(config),
+            max_positions=longest,
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            post_norm=family.post_norm,
+            rope_scaling=scaling,
         )
 
 
@@ -125,7 +184,7 @@ def _as_dict(source: Any) -> dict[str, Any]:
 
 
 def _refuse_unknown(config: Mapping[str, Any], family: str) -> None:
-    fixed = _FIXED[family]
+    fixed, known = _FAMILIES[family].fixed, _READ | _NO_COMPUTATION | set(_FAMILIES[family].ignored)
     for key, value in config.items():
         if key in fixed:
             if value not in (fixed[key], None):
@@ -134,7 +193,7 @@ def _refuse_unknown(config: Mapping[str, Any], family: str) -> None:
             raise UnsupportedModelError(f"{family}: quantised weights ({key}) cannot be trained; dequantise them first")
         elif key == "pretraining_tp" and value not in (None, 1):
             raise UnsupportedModelError(f"{family}: pretraining_tp = {value} splits the projections; set it to 1")
-        elif key not in _READ and key not in _NO_COMPUTATION and value not in (None, False, 0, 0.0, "", [], {}):
+        elif key not in known and value not in (None, False, 0, 0.0, "", [], {}):
             raise UnsupportedModelError(
                 f"{family}: configuration field {key} = {value!r} is not understood; remove it if it does not change "
                 f"the computation"
@@ -147,44 +206,8 @@ def _refuse_sliding_window(config: Mapping[str, Any], family: str) -> None:
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings", 2048)
     if kinds and not (kinds == {"sliding_attention"} and window is not None and window >= longest):
         raise UnsupportedModelError(f"{family}: layer_types {sorted(kinds)} are not supported; expected full_attention")
-    if family == "mistral" and window is not None and window < longest:
+    if _FAMILIES[family].window and window is not None and window < longest:
         raise UnsupportedModelError(
             f"{family}: sliding_window = {window} is not supported; set it to null and max_position_embeddings (now "
             f"{longest}) to at most {window} if your sequences are no longer than that"
         )
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """transformers 5 keeps theta in ``rope_parameters``; older files have it at the top. There is no silent default."""
-    parameters = config.get("rope_parameters") or {}
-    if parameters.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise UnsupportedModelError(f"partial_rotary_factor = {parameters['partial_rotary_factor']} is not supported")
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise UnsupportedModelError(
-            "the configuration gives no rope_theta (neither in rope_parameters nor at the top); add it: guessing "
-            "10000 is wrong for most models"
-        )
-    return float(theta)
-
-
-_ROPE_FIELDS = {
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-}
-
-
-def _rope_scaling(config: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Scaling of the rotary frequencies as sorted pairs; empty for plain RoPE. Older files call it ``rope_scaling``."""
-    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
-    given = {k: v for k, v in found.items() if k not in ("type", "rope_theta", "partial_rotary_factor") and v is not None}
-    if kind == "default":
-        return ()
-    if kind not in _ROPE_FIELDS:
-        raise UnsupportedModelError(f"RoPE scaling {kind!r} is not supported; expected default, linear or llama3")
-    if set(given) != _ROPE_FIELDS[kind]:
-        raise UnsupportedModelError(
-            f"RoPE scaling {kind!r} has the fields {sorted(given)}; expected {sorted(_ROPE_FIELDS[kind])}"
-        )
-    return tuple(sorted({"rope_type": kind, **given}.items()))

@@ -2,25 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rl3d.distributed.groups import ModelGroups
-from rl3d.layout import stage_chunks
-from rl3d.models.architecture import Architecture, UnsupportedModelError
-from rl3d.models.layers import PackedAttention, RMSNorm, SwiGLU
-from rl3d.models.rope import inverse_frequencies
+from rl3d.layout import cut_problem, stage_chunks, tp_sizes
+from rl3d.models.architecture import Architecture
+from rl3d.models.errors import UnsupportedModelError
+from rl3d.models.rope import scaled_frequencies
+from rl3d.models.spec import layer_spec, norm_of
 
 
 @dataclass
@@ -73,14 +70,10 @@ def model_chunks(model: torch.nn.Module) -> list[Any]:
 
 
 def check_tensor_parallel(arch: Architecture, tp: int, key: str) -> None:
-    """Raise :class:`UnsupportedModelError` when ``tp`` does not divide the heads or the MLP; ``key`` names the setting."""
-    valid = [t for t in range(1, arch.num_heads + 1) if arch.num_heads % t == 0 and arch.ffn_size % t == 0
-             and (arch.num_kv_heads % t == 0 or t % arch.num_kv_heads == 0)]  # fmt: skip
-    if tp not in valid:
-        raise UnsupportedModelError(
-            f"{key}: tp = {tp} does not divide {arch.num_heads} query heads, {arch.num_kv_heads} KV heads and "
-            f"{arch.ffn_size} MLP columns; choose tp among {valid}"
-        )
+    """Raise :class:`UnsupportedModelError` when ``tp`` does not cut the heads or the MLP; ``key`` names the setting."""
+    sizes = (arch.num_heads, arch.num_kv_heads, arch.ffn_size)
+    if problem := cut_problem(tp, *sizes):
+        raise UnsupportedModelError(f"{key}: {problem}; choose tp among {list(tp_sizes(*sizes))}")
 
 
 def transformer_config(arch: Architecture, groups: ModelGroups, dtype: torch.dtype, device: torch.device,
@@ -106,6 +99,7 @@ def transformer_config(arch: Architecture, groups: ModelGroups, dtype: torch.dty
         "use_te_activation_func": True,  # its hook for a module between the projections: our SwiGLU
         "add_bias_linear": False,
         "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm != "none",
         "normalization": "RMSNorm",
         "layernorm_epsilon": arch.rms_eps,
         "hidden_dropout": 0.0,
@@ -147,21 +141,13 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
     chunks = stage_chunks(arch.num_layers, groups.pp_size, groups.vpp)[groups.pp_rank]
     config = transformer_config(arch, groups, dtype, device, **overrides)
     config.use_flash_attention = use_flash_attention  # read by PackedAttention
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
-    layer.submodules.mlp = partial(MLP.as_mlp_submodule, submodules=mlp)
-    if self_attention is not None:
-        layer.submodules.self_attention.module = self_attention
-    frequencies = inverse_frequencies(arch, device)
+    layer, scaled = layer_spec(arch, groups, self_attention), scaled_frequencies(arch, device)
 
     def build(chunk: int) -> PackedGPTModel:
         layers = chunks[chunk]
         part = PackedGPTModel(
             config,
-            TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=RMSNorm),
+            TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=norm_of(arch)),
             vocab_size=padded_vocab,
             max_sequence_length=arch.max_positions,
             pre_process=groups.is_first_stage and chunk == 0,
@@ -176,8 +162,11 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
             for inner in module.modules():  # megatron-core numbers layers as if every stage held the same number
                 if hasattr(inner, "layer_number"):
                     inner.layer_number = index + 1
-        if frequencies is not None:
-            part.rotary_pos_emb.inv_freq = frequencies
+        if scaled is not None:
+            part.rotary_pos_emb.inv_freq, amplitude = scaled
+            for module in part.decoder.layers:
+                # megatron-core hands out angles; attention multiplies their cosines and sines by this
+                module.self_attention._yarn_concentration_factor = amplitude
         return part
 
     model = build(0) if groups.vpp == 1 else InterleavedStage([build(chunk) for chunk in range(groups.vpp)])

@@ -5,13 +5,14 @@ parallelism cuts it. Every correspondence here is a list of row segments, so tha
 it needs, and the export is the same list read backwards.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from rl3d.layout.spec import ParamSpec
-from rl3d.models.architecture import Architecture, UnsupportedModelError
+from rl3d.models.architecture import Architecture
+from rl3d.models.errors import UnsupportedModelError
 
 
 class Segment(NamedTuple):
@@ -45,15 +46,28 @@ def _whole(hf_name: str, rows: Callable[[Architecture], int]) -> Callable[[Archi
     return lambda a, prefix: [Segment(prefix + hf_name, 0, 0, rows(a))]
 
 
-def _grouped_qkv(a: Architecture, prefix: str, kind: str = "weight") -> list[Segment]:
-    """Megatron interleaves by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]."""
+def _qkv_rows(a: Architecture) -> Iterator[tuple[str, int, int, int]]:
+    """(projection, row of it, row of the fused parameter, rows) of every run.
+
+    Megatron interleaves by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...].
+    """
     d, per_group = a.head_dim, a.num_heads // a.num_kv_heads
-    out, row = [], 0
+    row = 0
     for g in range(a.num_kv_heads):
         for proj, start, rows in (("q", g * per_group * d, per_group * d), ("k", g * d, d), ("v", g * d, d)):
-            out.append(Segment(f"{prefix}self_attn.{proj}_proj.{kind}", start, row, rows))
+            yield proj, start, row, rows
             row += rows
-    return out
+
+
+def _grouped_qkv(a: Architecture, prefix: str, kind: str = "weight") -> list[Segment]:
+    return [Segment(f"{prefix}self_attn.{proj}_proj.{kind}", *rows) for proj, *rows in _qkv_rows(a)]
+
+
+def _packed_qkv(a: Architecture, prefix: str) -> list[Segment]:
+    """phi-3 keeps one tensor of rows [all q; all k; all v]."""
+    name = f"{prefix}self_attn.qkv_proj.weight"
+    first = {"q": 0, "k": a.num_heads * a.head_dim, "v": (a.num_heads + a.num_kv_heads) * a.head_dim}
+    return [Segment(name, first[proj] + start, row, rows) for proj, start, row, rows in _qkv_rows(a)]
 
 
 def _gate_up(a: Architecture, prefix: str) -> list[Segment]:
@@ -63,32 +77,95 @@ def _gate_up(a: Architecture, prefix: str) -> list[Segment]:
     ]
 
 
-_LAYER = "decoder.layers.{i}."
-_DECODER = (
-    Rule("embedding.word_embeddings.weight", lambda a: (a.vocab_size, a.hidden_size),
-         _whole("model.embed_tokens.weight", lambda a: a.vocab_size), dim=0, place="pre", vocabulary=True),
-    Rule(_LAYER + "input_layernorm.weight", lambda a: (a.hidden_size,),
-         _whole("input_layernorm.weight", lambda a: a.hidden_size)),
-    Rule(_LAYER + "self_attention.linear_qkv.weight", lambda a: (a.qkv_rows, a.hidden_size), _grouped_qkv, dim=0),
-    Rule(_LAYER + "self_attention.linear_qkv.bias", lambda a: (a.qkv_rows,), partial(_grouped_qkv, kind="bias"), dim=0,
-         condition=lambda a: a.qkv_bias),
-    Rule(_LAYER + "self_attention.linear_proj.weight", lambda a: (a.hidden_size, a.num_heads * a.head_dim),
-         _whole("self_attn.o_proj.weight", lambda a: a.hidden_size), dim=1),
-    Rule(_LAYER + "pre_mlp_layernorm.weight", lambda a: (a.hidden_size,),
-         _whole("post_attention_layernorm.weight", lambda a: a.hidden_size)),
-    Rule(_LAYER + "mlp.linear_fc1.weight", lambda a: (2 * a.ffn_size, a.hidden_size), _gate_up, dim=0,
-         blocks=lambda a: (a.ffn_size, a.ffn_size)),
-    Rule(_LAYER + "mlp.linear_fc2.weight", lambda a: (a.hidden_size, a.ffn_size),
-         _whole("mlp.down_proj.weight", lambda a: a.hidden_size), dim=1),
-    Rule("decoder.final_layernorm.weight", lambda a: (a.hidden_size,),
-         _whole("model.norm.weight", lambda a: a.hidden_size), place="post"),
-    Rule("output_layer.weight", lambda a: (a.vocab_size, a.hidden_size),
-         _whole("lm_head.weight", lambda a: a.vocab_size), dim=0, place="post", vocabulary=True,
-         condition=lambda a: not a.tied),
-)  # fmt: skip
+def _packed_gate_up(a: Architecture, prefix: str) -> list[Segment]:
+    return [Segment(prefix + "mlp.gate_up_proj.weight", 0, 0, 2 * a.ffn_size)]
 
-# these differ in what their configuration says, not in how their tensors correspond
-FAMILIES: dict[str, tuple[Rule, ...]] = {"llama": _DECODER, "mistral": _DECODER, "qwen2": _DECODER}
+
+_LAYER = "decoder.layers.{i}."
+_ATTENTION, _MLP = _LAYER + "self_attention.", _LAYER + "mlp."
+
+
+def _norm(name: str, hf_name: str, size: Callable[[Architecture], int] = lambda a: a.hidden_size) -> Rule:
+    return Rule(_LAYER + name, lambda a: (size(a),), _whole(hf_name, size))
+
+
+_EMBEDDING = Rule(
+    "embedding.word_embeddings.weight",
+    lambda a: (a.vocab_size, a.hidden_size),
+    _whole("model.embed_tokens.weight", lambda a: a.vocab_size),
+    dim=0,
+    place="pre",
+    vocabulary=True,
+)
+_QKV = Rule(_ATTENTION + "linear_qkv.weight", lambda a: (a.qkv_rows, a.hidden_size), _grouped_qkv, dim=0)
+_QKV_BIAS = Rule(_ATTENTION + "linear_qkv.bias", lambda a: (a.qkv_rows,), partial(_grouped_qkv, kind="bias"), dim=0)
+_PROJ = Rule(
+    _ATTENTION + "linear_proj.weight",
+    lambda a: (a.hidden_size, a.num_heads * a.head_dim),
+    _whole("self_attn.o_proj.weight", lambda a: a.hidden_size),
+    dim=1,
+)
+_FC1 = Rule(
+    _MLP + "linear_fc1.weight",
+    lambda a: (2 * a.ffn_size, a.hidden_size),
+    _gate_up,
+    dim=0,
+    blocks=lambda a: (a.ffn_size, a.ffn_size),
+)
+_FC2 = Rule(
+    _MLP + "linear_fc2.weight",
+    lambda a: (a.hidden_size, a.ffn_size),
+    _whole("mlp.down_proj.weight", lambda a: a.hidden_size),
+    dim=1,
+)
+_FINAL = Rule(
+    "decoder.final_layernorm.weight",
+    lambda a: (a.hidden_size,),
+    _whole("model.norm.weight", lambda a: a.hidden_size),
+    place="post",
+)
+_HEAD = Rule(
+    "output_layer.weight",
+    lambda a: (a.vocab_size, a.hidden_size),
+    _whole("lm_head.weight", lambda a: a.vocab_size),
+    dim=0,
+    place="post",
+    vocabulary=True,
+    condition=lambda a: not a.tied,
+)
+_NORMS_BEFORE = (
+    _norm("input_layernorm.weight", "input_layernorm.weight"),
+    _norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+)
+_NORMS_AFTER = (
+    _norm("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight"),
+    _norm("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight"),
+)
+# one weight of head_dim for every head, or one for every row of the projection
+_HEAD_NORMS = tuple(
+    _norm(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", lambda a: a.head_dim) for x in "qk"
+)
+_PROJECTION_NORMS = (
+    _norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", lambda a: a.num_heads * a.head_dim),
+    _norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", lambda a: a.num_kv_heads * a.head_dim),
+)
+
+
+def _family(*layer: Rule) -> tuple[Rule, ...]:
+    return (_EMBEDDING, *layer, _FINAL, _HEAD)
+
+
+_LLAMA = _family(*_NORMS_BEFORE, _QKV, _PROJ, _FC1, _FC2)
+FAMILIES: dict[str, tuple[Rule, ...]] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _family(*_NORMS_BEFORE, _QKV, _QKV_BIAS, _PROJ, _FC1, _FC2),
+    "qwen3": _family(*_NORMS_BEFORE, _QKV, *_HEAD_NORMS, _PROJ, _FC1, _FC2),
+    "phi3": _family(
+        *_NORMS_BEFORE, replace(_QKV, segments=_packed_qkv), _PROJ, replace(_FC1, segments=_packed_gate_up), _FC2
+    ),
+    "olmo2": _family(_QKV, *_PROJECTION_NORMS, _PROJ, _FC1, _FC2, *_NORMS_AFTER),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

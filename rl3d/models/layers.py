@@ -1,4 +1,4 @@
-"""The modules that rl3d puts into megatron-core's layer specification: RMSNorm, SwiGLU and core attention.
+"""The modules that rl3d puts into megatron-core's layer specification: norms, SwiGLU and core attention.
 
 Shape legend: T tokens of a packed row, B batch (1 when packed), H query heads, G key/value heads, D head size.
 """
@@ -8,7 +8,9 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor
 
 from rl3d.kernels import rms_norm, swiglu
@@ -18,17 +20,106 @@ class RMSNorm(torch.nn.Module):
     """RMS normalisation that computes in fp32, as transformers does, and that sequence parallelism may use.
 
     megatron-core's local norm refuses sequence parallelism; marking the weight is all that it takes.
+
+    Args:
+        config, hidden_size, eps: as megatron-core's layer builders pass them.
+        late_rounding: multiply by the weight before rounding to a 16-bit dtype (olmo2), not after.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any):
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, *, late_rounding: bool = False, **_: Any):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
+        self.eps, self.late_rounding = eps, late_rounding
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> same shape and dtype."""
+        if self.late_rounding and x.dtype != torch.float32:
+            return rms_norm(x.float(), self.weight.float(), self.eps).to(x.dtype)
         return rms_norm(x, self.weight, self.eps)
+
+
+class HeadNorm(RMSNorm):
+    """RMS norm of each query or key head by itself, one weight for all of them (qwen3).
+
+    A rank sees its own heads only, sequence parallelism or not: the gradients of the copies of the weight are parts,
+    and the training engine adds them up.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **options: Any):
+        super().__init__(config, hidden_size, eps, **options)
+        _mark_partial(self.weight)
+
+
+class ProjectionNorm(torch.nn.Module):
+    """RMS norm of queries or keys over all heads together, one weight for each row of the projection (olmo2).
+
+    Under tensor parallelism the mean square spans the ranks. Every rank holds the whole weight, which is small, and
+    uses the rows of its heads; with more ranks than key heads several ranks share one.
+
+    Args:
+        config, hidden_size, eps: as megatron-core's attention passes them; ``hidden_size`` is one head's.
+        heads: heads of the whole projection.
+        group: the tensor-parallel group.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, *, heads: int, group: Any, **_: Any):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(heads * hidden_size, dtype=config.params_dtype))
+        _mark_partial(self.weight)
+        self.eps, self.group = eps, group
+        self.ranks = 1 if group is None else group.size()
+        copies = max(1, self.ranks // heads)  # ranks that hold the same head
+        here = max(1, heads // self.ranks) * hidden_size
+        first = (0 if group is None else group.rank()) // copies * here
+        self.rows = slice(first, first + here)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., heads here, head_dim] -> same shape and dtype."""
+        flat = x.flatten(-2).float()
+        square = flat.pow(2).mean(-1, keepdim=True)
+        if self.ranks > 1:
+            square = _MeanOverRanks.apply(square, self.group)
+        out = flat * torch.rsqrt(square + self.eps) * self.weight[self.rows]
+        return out.to(x.dtype).view(x.shape)
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    """Mean over ``group``. Each rank's loss is a part of the whole, so the gradient is the mean as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _mean(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _mean(grads[0], ctx.group), None
+
+
+def _mean(x: Tensor, group: Any) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x / group.size()
+
+
+def _mark_partial(weight: torch.nn.Parameter) -> None:
+    """Copies of this weight on the tensor-parallel ranks get parts of its gradient, whatever the layout."""
+    weight.sequence_parallel = False  # type: ignore[attr-defined]
+    weight.sum_gradient_over_tp = True  # type: ignore[attr-defined]
+
+
+class RowParallelNormed(RowParallelLinear):
+    """A row-parallel projection followed by an RMS norm, before the residual is added (olmo2)."""
+
+    def __init__(self, *args: Any, config: Any, **kwargs: Any):
+        super().__init__(*args, config=config, **kwargs)
+        self.post_layernorm = RMSNorm(config, self.output_size, config.layernorm_epsilon, late_rounding=True)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As the parent: (output, bias or None)."""
+        out, bias = super().forward(input_)
+        return self.post_layernorm(out), bias
 
 
 class SwiGLU(torch.nn.Module):

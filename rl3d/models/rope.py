@@ -6,8 +6,11 @@ from torch import Tensor
 from rl3d.models.architecture import Architecture
 
 
-def inverse_frequencies(arch: Architecture, device: torch.device) -> Tensor | None:
-    """Scaled inverse frequencies [head_dim / 2], fp32, or ``None`` when the plain ``theta ** (-2i / d)`` are right."""
+def scaled_frequencies(arch: Architecture, device: torch.device) -> tuple[Tensor, float] | None:
+    """Scaled inverse frequencies [head_dim / 2] in fp32, and the factor by which cosines and sines are multiplied.
+
+    ``None`` when the plain ``theta ** (-2i / d)`` are right.
+    """
     if not arch.rope_scaling:
         return None
     from transformers import LlamaConfig
@@ -21,6 +24,5 @@ def inverse_frequencies(arch: Architecture, device: torch.device) -> Tensor | No
         max_position_embeddings=arch.max_positions,
         rope_parameters=parameters,
     )
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
-    assert attention_factor == 1.0, "linear and llama3 scaling leave the amplitude alone"
-    return frequencies.float()
+    frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
+    return frequencies.float(), float(factor)

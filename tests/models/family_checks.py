@@ -1,30 +1,126 @@
-"""Families on two ranks; facts go back to test_families.py."""
+"""Families on four ranks; what was found goes into files or back to test_families.py."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from rl3d import Actor
+from rl3d.distributed import bootstrap
+from rl3d.distributed.groups import GroupRegistry, ModelGroups, generation_groups, training_groups
+from rl3d.engine.microbatch import MicroBatch
+from rl3d.engine.training import TrainingEngine
+from rl3d.engine.zero import AdamSettings
+from rl3d.generation.attention import CachedSelfAttention
+from rl3d.generation.body import make_body
+from rl3d.generation.engine import Request, SamplingParams
+from rl3d.generation.megatron import MegatronGenerator
+from rl3d.io import export_hf, import_hf
+from rl3d.layout import GenMesh, Mesh
+from rl3d.models import Architecture
+from rl3d.models.build import build_model, canonical_parameters
+from tests.engine.rank_checks import TEMPERATURE, packed
+from tests.reference import sequences
+
+PAD = 4  # every tensor-parallel size of the test divides it
 
 
-def main(runtime: Any, directory: str, families: list[str], length: int) -> dict[str, Any]:
-    facts = {}
-    prompts = torch.randint(3, 253, (2, length), generator=torch.Generator().manual_seed(2))
-    for family in families:
-        for train, gen in (("tp2.pp1.zero1", "tp2"), ("tp1.pp2.zero1", "tp1")):
-            source = Path(directory) / family
-            actor = Actor(source, train=train, gen=gen, verify=True)
-            greedy = actor.rollout(prompts, max_new_tokens=24, temperature=0.0, stop_token_ids=[])
-            metrics = actor.update(greedy.sequences, torch.tensor([1.0, 0.0]), greedy.logprobs, temperature=1.0)
-            before = actor.hybrid.generation_fingerprints()
-            actor.switch_to_generation()
-            changed = sum(a != b for a, b in zip(before.values(), actor.hybrid.generation_fingerprints().values()))
-            actor.switch_to_training()
-            fresh = Actor(source, train=train, gen=gen)
-            fresh.save_hf(Path(directory) / f"{family}-{train}")
-            facts[f"{family}-{train}"] = {
-                "sequences": greedy.sequences.tolist(), "logprobs": greedy.logprobs.tolist(), "changed": changed,
-                "parameters": len(before), "against_training": metrics["training/rollout_logprobs_diff_max"],
-            }  # fmt: skip
+def main(runtime: Any, directory: str, out: str, prompts: list[list[int]], new_tokens: int,
+         generate: list[tuple[str, int]], train: list[tuple[str, int, int]]) -> dict[str, Any]:  # fmt: skip
+    """``generate``: (model, tp); ``train``: (model, tp, pp). Returns facts by "model-tp" and "model-tp.pp"."""
+    bootstrap.init_deepspeed()
+    registry = GroupRegistry(runtime.timeout_s)
+    world = runtime.world_size
+    facts: dict[str, Any] = {}
+    for name, tp in generate:
+        groups = generation_groups(GenMesh(tp, tuple(range(world))).groups(), registry)
+        facts[f"{name}-{tp}"] = generation(Path(directory) / name, groups, prompts, new_tokens, Path(out) / f"{name}-{tp}")
+    for name, tp, pp in train:
+        groups = training_groups(Mesh(tp, pp, world // tp // pp), registry)
+        facts[f"{name}-{tp}.{pp}"] = training(Path(directory) / name, groups, prompts, Path(out) / f"{name}-{tp}.{pp}")
     return facts
+
+
+def _loaded(source: Path, groups: ModelGroups, **options: Any) -> tuple[Any, Architecture, int]:
+    arch = Architecture.from_hf(source)
+    padded = arch.padded_vocab(PAD)
+    model = build_model(arch, groups, padded_vocab=padded, dtype=torch.float32, device=torch.device("cpu"), **options)
+    import_hf(source, arch, padded, canonical_parameters(model, arch, groups), groups.tp_size, groups.tp_rank)
+    return model, arch, padded
+
+
+@torch.no_grad()
+def generation(source: Path, groups: ModelGroups, prompts: list[list[int]], new: int, out: Path) -> dict[str, Any]:
+    """Greedy tokens; the logits of whole prompts, by each forward body that knows the model, go to ``out``."""
+    model, arch, _ = _loaded(source, groups, mode="generate", self_attention=CachedSelfAttention)
+    settings = {"max_sequences": 4, "max_sequence_length": 200, "device": "cpu", "dtype": torch.float32}
+    generator = MegatronGenerator(model, groups.tp, arch.vocab_size, **settings)
+    generator.weights_version = 0
+    results = generator.generate([Request(p, SamplingParams(new, temperature=0.0)) for p in prompts])
+    kinds = {"auto", "megatron"}
+    logits = {}
+    for kind in sorted(kinds):
+        generator.cache.allocate()
+        generator.context.plan_prefill(list(range(len(prompts))), [len(p) for p in prompts])
+        body = make_body(model, generator.context, generator.group, kind)
+        mine = body.forward(torch.tensor([t for p in prompts for t in p]), None)
+        parts = [torch.empty_like(mine) for _ in range(groups.tp_size)]
+        dist.all_gather(parts, mine.contiguous(), group=groups.tp)
+        logits[kind] = torch.cat(parts, -1)[:, : arch.vocab_size]
+    if dist.get_rank() == 0:
+        torch.save(logits, out.with_suffix(".pt"))
+    return {"tokens": [r.token_ids for r in results], "body": type(generator.body).__name__}
+
+
+def training(source: Path, groups: ModelGroups, prompts: list[list[int]], out: Path) -> dict[str, Any]:
+    """Log-probabilities of every token; the weights exported untouched, then after three optimiser steps."""
+    model, arch, padded = _loaded(source, groups)
+    adam = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.01, max_grad_norm=0.5)
+    engine = TrainingEngine(model, arch, groups, stage=1, settings=adam, logprob_chunk=64)
+    facts: dict[str, Any] = {"logprobs": _every_logprob(engine, prompts)}
+    export_hf(out / "before", source, arch, padded, engine.weights, groups, torch.float32)
+    facts["norms"] = [_step(engine, groups, step) for step in range(3)]
+    export_hf(out / "after", source, arch, padded, engine.weights, groups, torch.float32)
+    facts["copies"] = _copies_gap(engine.weights, groups)
+    return facts
+
+
+def _every_logprob(engine: TrainingEngine, prompts: list[list[int]]) -> list[float]:
+    """Prompts packed into one row; on the last stage, sent to rank 0."""
+    tokens = [torch.tensor(p) for p in prompts]
+    starts = torch.tensor([0] + [len(p) for p in prompts]).cumsum(0).tolist()
+    row = MicroBatch(
+        torch.cat(tokens), torch.cat([torch.arange(len(t)) for t in tokens]), tuple(len(t) for t in tokens),
+        torch.cat([torch.arange(a, a + len(t) - 1) for a, t in zip(starts, tokens)]), torch.cat([t[1:] for t in tokens]),
+    )  # fmt: skip
+    found = engine.logprobs([row], 1.0)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found[0][0].tolist() if found else None)
+    answers = [a for a in everyone if a is not None]
+    assert all(a == answers[0] for a in answers), "the ranks of the last stage disagree"
+    return answers[0]
+
+
+def _step(engine: TrainingEngine, groups: ModelGroups, step: int) -> float:
+    batch = sequences(step)
+    total = sum(int((s.weight != 0).sum()) for s in batch)
+    mine = batch[groups.dp_rank :: groups.dp_size]
+    micro = [packed(mine[:1]), packed(mine[1:3]), packed(mine[3:])]
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+        return -(logprobs * row.values["weight"]).sum() / total, {}
+
+    return engine.train_step([m for m in micro if m.lengths], loss, TEMPERATURE).grad_norm
+
+
+def _copies_gap(weights: dict[str, torch.Tensor], groups: ModelGroups) -> float:
+    """Largest difference between the copies of the norms' weights on tensor-parallel ranks."""
+    gap = torch.zeros(())
+    for name, value in weights.items():
+        if "norm" in name:
+            low, high = value.clone(), value.clone()
+            dist.all_reduce(low, op=dist.ReduceOp.MIN, group=groups.tp)
+            dist.all_reduce(high, op=dist.ReduceOp.MAX, group=groups.tp)
+            gap = torch.maximum(gap, (high - low).abs().max())
+    dist.all_reduce(gap, op=dist.ReduceOp.MAX)
+    return float(gap)

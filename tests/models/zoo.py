@@ -1,0 +1,59 @@
+"""A tiny random model of every family and every kind of RoPE, made to show faults.
+
+Odd vocabulary; heads != KV heads; head_dim != hidden / heads where the family lets it; theta that is nobody's default;
+original RoPE lengths far below the prompts; biases and norm weights that are neither 0 nor 1; one square MLP.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.reference import TINY
+
+THETA = {"rope_type": "default", "rope_theta": 2e4}
+LINEAR = {"rope_type": "linear", "rope_theta": 3e4, "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 8.0, "original_max_position_embeddings": 32}
+NO_HEAD_DIM = {k: v for k, v in TINY.items() if k != "head_dim"}
+
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    # one KV head; hidden == MLP size (a transposed square matrix fits everywhere)
+    "llama-mqa": (transformers.LlamaConfig, {**TINY, "num_key_value_heads": 1, "intermediate_size": 64}),
+    "llama-linear": (transformers.LlamaConfig, {**TINY, "num_key_value_heads": 2, "rope_parameters": LINEAR}),
+    "llama3": (transformers.LlamaConfig, {**TINY, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "mistral": (transformers.MistralConfig, {**TINY, "sliding_window": None}),
+    "qwen2": (transformers.Qwen2Config, NO_HEAD_DIM),
+    "qwen2-tied": (transformers.Qwen2Config, {**NO_HEAD_DIM, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, TINY),
+    "qwen3-yarn": (transformers.Qwen3Config,
+                   {**TINY, "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_parameters": YARN}),
+    "phi3": (transformers.Phi3Config, NO_HEAD_DIM),
+    "olmo2": (transformers.Olmo2Config, {**NO_HEAD_DIM, "num_key_value_heads": 2}),
+}  # fmt: skip
+
+
+def make(name: str) -> Any:
+    """The model, fp32, in evaluation mode; the same weights at every call."""
+    kind, settings = MODELS[name]
+    torch.manual_seed(1)
+    config = kind(**{"rope_parameters": dict(THETA), **settings}, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):
+                parameter.normal_(std=0.2)
+            elif "norm" in key:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:  # far from uniform, and attentive to positions
+                parameter.mul_(8.0 if "lm_head" in key or "embed" in key else 6.0)
+    return model
+
+
+def save(root: Path, name: str) -> Path:
+    """The model as a directory of several safetensors files with an index."""
+    make(name).save_pretrained(root / name, max_shard_size="100KB")
+    assert (root / name / "model.safetensors.index.json").is_file()
+    return root / name
