@@ -34,6 +34,7 @@ class ParamSpec:
             by both the first and the last stage).
         dtype: torch dtype name without the module, e.g. ``"bfloat16"``.
         valid_rows: rows along dimension 0 that carry values; the rest pads the vocabulary.
+        expert: global index of the expert that the parameter belongs to, or ``None``.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ParamSpec:
     place: str = "layer"
     dtype: str = "float32"
     valid_rows: int | None = None
+    expert: int | None = None
 
     def __post_init__(self) -> None:
         if self.dim is not None:

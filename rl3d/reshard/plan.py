@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -11,60 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FILL = -1
-"""Value of ``src`` for padding rows: zeros are written, nothing is moved."""
+from rl3d.reshard.boxes import Ints
+from rl3d.reshard.certificate import Certificate
+from rl3d.reshard.rows import FILL, Rows, expand
+from rl3d.reshard.schedule import Segments
+from rl3d.reshard.traffic import Boxes
 
-_COLUMNS = {
-    "param": np.int32, "src": np.int32, "dst": np.int32, "row": np.int64, "col": np.int64, "rows": np.int64,
-    "cols": np.int64, "src_offset": np.int64, "src_pitch": np.int64, "dst_offset": np.int64, "dst_pitch": np.int64,
-    "nbytes": np.int64, "bucket": np.int32,
-}  # fmt: skip
+__all__ = ["FILL", "Certificate", "Plan", "ReshardError", "Rows", "Side"]
 
 
 class ReshardError(RuntimeError):
     """Weights that do not fit a plan, or ranks that disagree. Raised on every rank, before anything is sent."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Columns of a plan, one entry per box.
-
-    ``src == FILL`` writes zeros into padding; ``src == dst`` is a copy inside a rank; the rest goes over the wire in
-    bucket ``bucket`` (-1 for the other two kinds). The global box is ``(row, col, rows, cols)`` of the matrix view.
-    Local positions are flat element offsets with a row pitch. Sorted by bucket, source, destination, then by falling
-    element size, so that elements inside a packed message are aligned without padding.
-    """
-
-    param: NDArray[np.int32]
-    src: NDArray[np.int32]
-    dst: NDArray[np.int32]
-    row: NDArray[np.int64]
-    col: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    cols: NDArray[np.int64]
-    src_offset: NDArray[np.int64]
-    src_pitch: NDArray[np.int64]
-    dst_offset: NDArray[np.int64]
-    dst_pitch: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    bucket: NDArray[np.int32]
-
-    @classmethod
-    def from_table(cls, table: NDArray[np.int64]) -> "Rows":
-        """From an integer table whose columns are in field order."""
-        return cls(*(np.ascontiguousarray(table[:, i], dtype) for i, dtype in enumerate(_COLUMNS.values())))
-
-    def __len__(self) -> int:
-        return len(self.param)
-
-    def take(self, index: NDArray[Any]) -> "Rows":
-        """The chosen rows (index array or mask)."""
-        return Rows(*(getattr(self, f.name)[index] for f in fields(self)))
-
-    @property
-    def moved(self) -> NDArray[np.bool_]:
-        """Mask of rows that go over the wire."""
-        return (self.src != self.dst) & (self.src != FILL)
 
 
 @dataclass(frozen=True)
@@ -85,61 +41,20 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """What a plan costs and the least that it could cost, in bytes.
-
-    ``received`` and ``bound`` follow ``destination_ranks``; ``sent`` follows ``source_ranks``. The bound of a rank is
-    what it must hold afterwards minus what it already holds; it is computed from the layouts, not from the plan.
-    """
-
-    source: str
-    destination: str
-    source_ranks: tuple[int, ...]
-    destination_ranks: tuple[int, ...]
-    received: tuple[int, ...]
-    bound: tuple[int, ...]
-    sent: tuple[int, ...]
-    local: int
-    between_nodes: int
-    rows: int
-    buckets: int
-    staging_bytes: int
-    staging_peak: int
-
-    @classmethod
-    def from_fields(cls, values: dict[str, Any]) -> "Certificate":
-        """From ``asdict`` that went through JSON, which turns tuples into lists."""
-        fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(**fixed)
-
-    @property
-    def ratio(self) -> float:
-        """Received bytes over the lower bound; 1.0 is optimal."""
-        return 1.0 if not sum(self.bound) else sum(self.received) / sum(self.bound)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data with mean and maximum beside the lists."""
-        return asdict(self) | {
-            "ratio": self.ratio,
-            "received_mean": _mean(self.received), "received_max": max(self.received, default=0),
-            "bound_mean": _mean(self.bound), "bound_max": max(self.bound, default=0),
-            "sent_mean": _mean(self.sent), "sent_max": max(self.sent, default=0),
-        }  # fmt: skip
-
-
-def _mean(values: Sequence[int]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A resharding plan for all ranks; equal inputs give an equal plan on every rank."""
+    """A resharding plan for all ranks; equal inputs give an equal plan on every rank.
+
+    The plan proper is ``segments``: runs of bytes of classes of boxes. Rows, one per box, are written out on demand:
+    :meth:`rows_of` one rank's, :attr:`rows` everybody's.
+    """
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     source: Side
     destination: Side
-    rows: Rows
+    boxes: Boxes
+    segments: Segments
+    fills: Ints
     certificate: Certificate
 
     @property
@@ -147,14 +62,28 @@ class Plan:
         return self.certificate.staging_bytes
 
     @cached_property
+    def rows(self) -> Rows:
+        """Rows of all ranks."""
+        return expand(self.boxes, self.segments, self.fills)
+
+    def rows_of(self, rank: int) -> Rows:
+        """Rows that ``rank`` sends, receives, copies or fills."""
+        mine = np.flatnonzero((self.segments.src == rank) | (self.segments.dst == rank))
+        return expand(self.boxes, self.segments.take(mine), self.fills[self.fills[:, 1] == rank])
+
+    @cached_property
     def hash(self) -> str:
-        """SHA-256 of names, dtypes, shapes and all rows; the same on every machine."""
+        """SHA-256 of names, dtypes, shapes and everything that rows are made of; the same on every machine."""
         digest = hashlib.sha256(json.dumps(self._meta(), sort_keys=True).encode())
-        for name, dtype in _COLUMNS.items():
-            digest.update(np.ascontiguousarray(getattr(self.rows, name), np.dtype(dtype).newbyteorder("<")).tobytes())
-        for side in (self.source, self.destination):
-            digest.update(np.packbits(side.holds).tobytes())
+        for name, column in sorted(self._columns().items()):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(column, column.dtype.newbyteorder("<")).data)
         return digest.hexdigest()
+
+    def _columns(self) -> dict[str, NDArray[Any]]:
+        holds = {"source_holds": self.source.holds, "destination_holds": self.destination.holds}
+        segments = {f"segment_{name}": column for name, column in self.segments._asdict().items()}
+        return {**self.boxes.columns(), **segments, "fills": self.fills, **{k: np.packbits(v) for k, v in holds.items()}}
 
     def _meta(self) -> dict[str, Any]:
         sides = [{"name": s.name, "ranks": s.ranks, "shapes": s.shapes} for s in (self.source, self.destination)]
@@ -166,34 +95,32 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write everything to an ``.npz`` file."""
-        columns = {name: getattr(self.rows, name) for name in _COLUMNS}
         with open(path, "wb") as file:
-            np.savez_compressed(
-                file,
-                meta=np.array(json.dumps(self._meta() | {"hash": self.hash})),
-                source_holds=self.source.holds,
-                destination_holds=self.destination.holds,
-                **columns,
-            )
+            np.savez(file, meta=np.array(json.dumps(self._meta() | {"hash": self.hash})), **self._columns())
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read :meth:`save`'s file. Raises :class:`ReshardError` when its contents do not match its hash."""
         with np.load(path, allow_pickle=False) as data:
             meta = json.loads(str(data["meta"]))
-            sides = [
-                Side(s["name"], tuple(s["ranks"]), tuple(tuple(x) for x in s["shapes"]), data[f"{label}_holds"])
-                for label, s in zip(("source", "destination"), meta["sides"], strict=True)
-            ]
-            rows = Rows(**{name: data[name] for name in _COLUMNS})
+            arrays = {name: data[name] for name in data.files if name != "meta"}
+        names = tuple(meta["names"])
+        sides = []
+        for label, side in zip(("source", "destination"), meta["sides"], strict=True):
+            ranks = max(side["ranks"], default=-1) + 1
+            size = max((r for s in meta["sides"] for r in s["ranks"]), default=ranks - 1) + 1
+            holds = np.unpackbits(arrays[f"{label}_holds"], count=len(names) * size).astype(bool).reshape(len(names), size)
+            sides.append(Side(side["name"], tuple(side["ranks"]), tuple(tuple(x) for x in side["shapes"]), holds))
+        boxes = Boxes(**{f.name: arrays[f.name] for f in fields(Boxes)})
+        segments = Segments(*(arrays[f"segment_{name}"] for name in Segments._fields))
         certificate = Certificate.from_fields(meta["certificate"])
-        plan = cls(tuple(meta["names"]), tuple(meta["dtypes"]), sides[0], sides[1], rows, certificate)
+        plan = cls(names, tuple(meta["dtypes"]), sides[0], sides[1], boxes, segments, arrays["fills"], certificate)
         if plan.hash != meta["hash"]:
             raise ReshardError(f"plan file {path}: found hash {plan.hash}, expected {meta['hash']}; build it again")
         return plan
 
     def summary_table(self) -> Any:
-        """A ``rich`` table for people: bytes per rank beside the bound."""
+        """A ``rich`` table for people: bytes per rank beside the bounds."""
         from rich.table import Table
 
         cert = self.certificate.to_json()
@@ -205,6 +132,7 @@ class Plan:
         ranks = max(len(self.certificate.destination_ranks), 1)
         table.add_row("kept in place", f"{cert['local'] / ranks / 1e9:.3f}", "")
         table.add_row("received / bound", f"{cert['ratio']:.4f}", "")
+        table.add_row("busiest sender / bound", "", f"{cert['ratios']['sent']:.4f}")
         table.add_row("between nodes (all)", f"{cert['between_nodes'] / 1e9:.3f}", "")
         table.add_row("boxes, buckets", str(cert["rows"]), str(cert["buckets"]))
         table.add_row("staging MiB, cap", *(f"{cert[key] / 2**20:.1f}" for key in ("staging_peak", "staging_bytes")))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rl3d.reshard.plan import FILL, Plan, Rows
-from rl3d.reshard.planner import ALIGN
+from rl3d.reshard.schedule import ALIGN
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -90,8 +90,7 @@ def strided(tensor: torch.Tensor, offset: int, pitch: int, rows: int, cols: int)
 
 def bind(plan: Plan, rank: int, src: Tensors, dst: Tensors) -> Program:
     """Bind the rows of ``rank`` to its tensors. The tensors must have passed :func:`find_problems`."""
-    mine = (plan.rows.src == rank) | (plan.rows.dst == rank)
-    rows = plan.rows.take(np.flatnonzero(mine))
+    rows = plan.rows_of(rank)
     program = Program(
         rank, [], [], [], 0, 0,
         bytes_local=_total(rows, rows.src == rows.dst),
@@ -100,7 +99,7 @@ def bind(plan: Plan, rank: int, src: Tensors, dst: Tensors) -> Program:
     )  # fmt: skip
     bucket: Bucket | None = None
     columns = [getattr(rows, name).tolist() for name in rows.__dataclass_fields__]
-    for param, sender, receiver, _, _, n, m, s_off, s_pitch, d_off, d_pitch, nbytes, index in zip(*columns):
+    for param, sender, receiver, _, _, n, m, s_off, s_pitch, d_off, d_pitch, nbytes, index, relay in zip(*columns):
         name = plan.names[param]
         if sender == FILL:
             program.fills.append(strided(dst[name], d_off, d_pitch, n, m))
@@ -114,7 +113,8 @@ def bind(plan: Plan, rank: int, src: Tensors, dst: Tensors) -> Program:
             bucket = Bucket(index)
             program.buckets.append(bucket)
         if sender == rank:
-            _append(bucket.sends, receiver, strided(src[name], s_off, s_pitch, n, m), nbytes)
+            held = dst if relay else src  # what is handed on arrived in the destination in an earlier bucket
+            _append(bucket.sends, receiver, strided(held[name], s_off, s_pitch, n, m), nbytes)
         else:
             _append(bucket.receives, sender, strided(dst[name], d_off, d_pitch, n, m), nbytes)
     program.send_staging = max((_end(b.sends) for b in program.buckets), default=0)
@@ -197,10 +197,12 @@ def _overlaps(spans: list[tuple[int, int, str, str]]) -> Iterator[str]:
 
 def _moving_aliases(plan: Plan, rank: int, src: Tensors, dst: Tensors) -> Iterator[str]:
     """A parameter whose source and destination are one memory must be all local and stay where it is."""
-    rows = plan.rows
+    rows: Rows | None = None
     for index, name in enumerate(plan.names):
         if name not in src or name not in dst or src[name].data_ptr() != dst[name].data_ptr() or not src[name].numel():
             continue
+        if rows is None:
+            rows = plan.rows_of(rank)
         mine = (rows.param == index) & (rows.dst == rank) & (rows.src != FILL)
         stays = (rows.src == rank) & (rows.src_offset == rows.dst_offset) & (rows.src_pitch == rows.dst_pitch)
         if bool((mine & ~stays).any()):

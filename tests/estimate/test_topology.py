@@ -95,13 +95,14 @@ def test_buckets_follow_each_other() -> None:
 
 
 def test_between_nodes_the_card_is_the_limit() -> None:
-    """Four ranks on two nodes, a quarter of 4 MB each: 2 MB enter each node for each of its two ranks."""
+    """Four ranks on two nodes, a quarter of 4 MB each: 2 MB enter each node, once; each of its two ranks takes one and
+    then hands it to the other, 1 MB at 100 GB/s."""
     plan = _plan(4, 1, 2, 4000)
     own = predict_move(plan, _links(gpus_per_node=2))
-    entering = max(plan.certificate.between_nodes // 2, 2_000_000)
-    assert own.wire == pytest.approx(entering / 2 / 10e9)
+    assert plan.certificate.between_nodes == 4_000_000
+    assert own.wire == pytest.approx(1e6 / 10e9 + 10e-6)
     shared = predict_move(plan, _links(gpus_per_node=2, nics_per_node=1))
-    assert shared.wire == pytest.approx(entering / 10e9)
+    assert shared.wire == pytest.approx(2e6 / 10e9 + 10e-6)
     assert shared.limit == "cards between nodes"
 
 

@@ -129,7 +129,7 @@ def check(case):
     assert staging == plan.certificate.staging_peak <= case["staging"]
     _check_written_once(plan, after)
     _check_bytes(plan, specs, src_cut, dst_cut)
-    _check_senders_hold(plan, before)
+    _check_senders_hold(plan, before, after)
     found = [combine(local_fingerprints(specs, layout, r, by_rank.get(r, {})) for r in range(world))
              for layout, by_rank in ((src, sources), (dst, targets))]  # fmt: skip
     wholes = {s.name: fingerprint_tensor(oracle.to_torch(specs, {s.name: arrays[s.name]})[s.name], s.valid_rows)
@@ -161,12 +161,14 @@ def _check_bytes(plan, specs, src_cut, dst_cut):
     assert plan.certificate.ratio == 1.0
 
 
-def _check_senders_hold(plan, before):
-    for p, src, rows, cols, offset, pitch in zip(
-        plan.rows.param, plan.rows.src, plan.rows.rows, plan.rows.cols, plan.rows.src_offset, plan.rows.src_pitch
+def _check_senders_hold(plan, before, after):
+    rows = plan.rows
+    for p, src, n, cols, offset, pitch, relay in zip(
+        rows.param, rows.src, rows.rows, rows.cols, rows.src_offset, rows.src_pitch, rows.relay
     ):
         if src >= 0:
-            assert offset + (rows - 1) * pitch + cols <= before[int(src)][plan.names[p]].size
+            held = after if relay else before
+            assert offset + (n - 1) * pitch + cols <= held[int(src)][plan.names[p]].size
 
 
 def test_three_dimensional_parameters_are_cut_along_the_middle():
