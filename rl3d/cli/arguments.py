@@ -14,7 +14,7 @@ def command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], 
 
 def config_file(sub: Any) -> None:
     """CONFIG and key=value ..., as every command takes them that reads a configuration file."""
-    sub.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
+    sub.add_argument("config", metavar="CONFIG", help="YAML file, or the name of one that comes with rl3d: quickstart")
     sub.add_argument(
         "overrides", metavar="key=value", nargs="*", help="change a key, for example algorithm.lr=1e-6 trainer.steps=10"
     )

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from rl3d.config import shipped
 from rl3d.config.algorithm import PPOConfig
 from rl3d.config.base import KNOWN_KEYS, ConfigError, Problem, Section, unknown_key
 from rl3d.config.sections import (
@@ -233,14 +234,17 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, then apply ``key=value`` overrides (dotted keys, values as YAML).
 
+    ``quickstart`` or ``configs/quickstart.yaml``, where there is no such file, is the one that comes with rl3d.
     ``trainer.name`` defaults to the file's name. Paths inside are relative to the working directory.
     Raises :class:`~rl3d.config.base.ConfigError` with one line per problem.
     """
-    path = Path(path)
+    given, path = Path(path), Path(path)
+    if not given.is_file():
+        path = shipped.find_config(given) or given
     if not path.is_file():
         nearby = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         hint = f"; there are {', '.join(nearby[:8])}" if nearby else "; the path is relative to the working directory"
-        raise ConfigError(f"{path}: no such configuration file{hint}")
+        raise ConfigError(f"{path}: no such configuration file{hint}; rl3d brings {', '.join(shipped.config_names())}")
     tree = _read_yaml(path.read_text(encoding="utf-8"), str(path))
     if tree is None:
         tree = {}

@@ -8,10 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rl3d.config import shipped
 from rl3d.models.architecture import UnsupportedModelError
-
-# beside the package in a checkout; inside it in an installed wheel
-_PLACES = (Path(__file__).parents[2] / "configs" / "models", Path(__file__).parents[1] / "configs" / "models")
 
 
 def shape_names() -> tuple[str, ...]:
@@ -65,4 +63,4 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _files() -> dict[str, Path]:
-    return {file.stem: file for place in _PLACES for file in place.glob("*.json")}
+    return {file.stem: file for file in (shipped.folder("configs") / "models").glob("*.json")}
