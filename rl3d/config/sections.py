@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rl3d.config.base import ConfigError, Problem, Section
-from rl3d.layout.parallel import AXES, GenLayout, TrainLayout
+from rl3d.layout.parallel import GenLayout, TrainLayout, check_order
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
@@ -89,7 +89,8 @@ class LayoutConfig(Section):
     gen: str = Field(default="tp1", description="Generation layout, for example tp4; the other ranks become replicas.")
     order: str = Field(
         default="auto",
-        description="Axes of the training mesh, fastest varying first, for example tp-pp-dp; auto: ours.",
+        description="Axes of the training mesh, fastest varying first, for example tp-pp-dp, or dp:2-tp-pp-dp with one "
+        "axis split; auto: what moves the least.",
     )
     ranks: PositiveInt | Literal["auto"] = Field(
         default="auto", description="Number of ranks; auto: one per GPU, on a CPU the fewest that both layouts allow."
@@ -132,12 +133,11 @@ class LayoutConfig(Section):
         return GenLayout.parse(self.gen)
 
     @property
-    def axis_order(self) -> tuple[str, str, str] | None:
+    def axis_order(self) -> tuple[str, ...] | None:
         """Mesh order, fastest varying axis first; None when it is ours to choose."""
         if self.order == "auto":
             return None
-        first, second, third = self.order.split("-")
-        return first, second, third
+        return tuple(self.order.split("-"))
 
 
 def _check_layout_texts(train: str | None, gen: str | None, order: str | None) -> None:
@@ -148,8 +148,11 @@ def _check_layout_texts(train: str | None, gen: str | None, order: str | None) -
                 parse(text)
         except ValueError as error:
             problems.append(Problem(key, str(error), text))
-    if order not in (None, "auto") and sorted(str(order).split("-")) != sorted(AXES):
-        problems.append(Problem("order", "expected auto or tp, pp and dp in some order, for example tp-pp-dp", order))
+    if order not in (None, "auto"):
+        try:
+            check_order(str(order).split("-"))
+        except ValueError as error:
+            problems.append(Problem("order", f"{error}, or auto", order))
     if problems:
         raise ConfigError(problems)
 

@@ -38,7 +38,7 @@ class ActorSettings:
 
     train: TrainLayout = field(default_factory=TrainLayout)
     gen: GenLayout = field(default_factory=GenLayout)
-    order: tuple[str, str, str] | None = None
+    order: tuple[str, ...] | None = None
     dtype: torch.dtype = torch.float32
     max_sequence_length: int = 2048
     max_sequences: int = 64
@@ -65,7 +65,7 @@ class ActorParts:
     train: TrainingEngine
     hybrid: HybridEngine
     reference: ForwardRole | None
-    mesh_order: tuple[str, str, str]
+    mesh_order: tuple[str, ...]
 
 
 def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> ActorParts:
@@ -137,16 +137,11 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     return ActorParts(arch, padded_vocab, groups, gen_groups, engine, hybrid, reference, mesh.order)
 
 
-def _meshes(specs: Sequence[Any], train: TrainLayout, gen: GenLayout, order: tuple[str, str, str] | None,
+def _meshes(specs: Sequence[Any], train: TrainLayout, gen: GenLayout, order: tuple[str, ...] | None,
             runtime: Runtime) -> tuple[Mesh, tuple[tuple[int, ...], ...]]:  # fmt: skip
     """The training mesh and the generation replicas between which the least has to move."""
     per_node = runtime.local_world_size if len(set(runtime.nodes)) > 1 else None
-    choices = mesh_choices(specs, train, gen, runtime.world_size, per_node)
-    if order is not None:
-        choices = [c for c in choices if c.order == order]
-        if not choices:
-            raise LayoutError(f"mesh order {'-'.join(order)!r}: expected auto or tp, pp and dp in some order, as tp-pp-dp")
-    best = min(choices)
+    best = min(mesh_choices(specs, train, gen, runtime.world_size, per_node, orders=None if order is None else [order]))
     return Mesh.of(train, runtime.world_size, best.order), best.gen_groups(gen.tp, runtime.world_size)
 
 

@@ -4,10 +4,10 @@ A layout is written ``tp2.pp2.dp4.zero1`` wherever rl3d accepts one: fields sepa
 most once; ``dp`` is derived from the world size when left out.
 """
 
-import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 AXES = ("tp", "pp", "dp")
@@ -125,25 +125,50 @@ class GenLayout:
         return f"tp{self.tp}"
 
 
+def check_order(order: Sequence[str]) -> None:
+    """Raise :class:`LayoutError` unless ``order`` names every axis once, parts of an axis before the rest of it."""
+    seen: set[str] = set()
+    for name in order:
+        match = re.fullmatch(r"(tp|pp|dp)(?::([1-9]\d*))?", name)
+        if match is None or match[1] in seen:
+            break
+        if match[2] is None:
+            seen.add(match[1])
+    else:
+        if len(seen) == len(AXES):
+            return
+    raise LayoutError(
+        f"mesh order {'-'.join(order)!r}: expected tp, pp and dp in some order, as in tp-pp-dp; an axis may be split, "
+        "as in dp:2-tp-pp-dp, with the rest of it behind"
+    )
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Ranks of a training layout as a three-dimensional grid.
 
-    ``order`` lists the axes from the fastest varying to the slowest; rank 0 sits at (0, 0, 0). The order inside a
-    node is ours to choose: it decides how much of what a rank trains it also generates with.
+    ``order`` lists the axes from the fastest varying to the slowest; rank 0 sits at (0, 0, 0). An axis may be split: in
+    ``("dp:2", "tp", "pp", "dp")`` neighbouring pairs of ranks differ in the last binary digit of dp, and what is left of
+    dp varies slowest. Whatever the order, indices rise with ranks inside a group. The order inside a node is ours to
+    choose: it decides how much of what a rank trains it also generates with.
     """
 
     tp: int
     pp: int
     dp: int
-    order: tuple[str, str, str] = AXES
+    order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
-        if sorted(self.order) != sorted(AXES):
-            raise LayoutError(f"mesh order {self.order!r} must be a permutation of {AXES!r}")
+        check_order(self.order)
+        left = {axis: getattr(self, axis) for axis in AXES}
+        for name in self.order:
+            axis, split, size = name.partition(":")
+            if split and left[axis] % int(size):
+                raise LayoutError(f"mesh order {self.order!r}: {name!r} does not divide {axis} = {getattr(self, axis)}")
+            left[axis] //= int(size) if split else 1
 
     @classmethod
-    def of(cls, layout: TrainLayout, world_size: int, order: tuple[str, str, str] = AXES) -> "Mesh":
+    def of(cls, layout: TrainLayout, world_size: int, order: tuple[str, ...] = AXES) -> "Mesh":
         """The mesh of a training layout on ``world_size`` ranks."""
         resolved = layout.resolve(world_size)
         assert resolved.dp is not None
@@ -153,18 +178,31 @@ class Mesh:
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
 
-    def _stride(self, axis: str) -> int:
-        return math.prod(getattr(self, name) for name in self.order[: self.order.index(axis)])
+    @cached_property
+    def digits(self) -> tuple[tuple[str, int, int, int], ...]:
+        """(axis, size, stride among ranks, weight in the axis's index) of every part of every axis."""
+        out, stride, weight = [], 1, dict.fromkeys(AXES, 1)
+        for name in self.order:
+            axis, split, size = name.partition(":")
+            count = int(size) if split else getattr(self, axis) // weight[axis]
+            out.append((axis, count, stride, weight[axis]))
+            stride *= count
+            weight[axis] *= count
+        return tuple(out)
 
     def coords(self, rank: int) -> Coord:
         """Coordinates of a global rank. Raises :class:`LayoutError` outside the mesh."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside a mesh of {self.world_size} ranks")
-        return Coord(*(rank // self._stride(axis) % getattr(self, axis) for axis in AXES))
+        found = dict.fromkeys(AXES, 0)
+        for axis, size, stride, weight in self.digits:
+            found[axis] += rank // stride % size * weight
+        return Coord(**found)
 
     def rank(self, *, tp: int = 0, pp: int = 0, dp: int = 0) -> int:
         """Global rank at a coordinate."""
-        return sum(value * self._stride(axis) for axis, value in zip(AXES, (tp, pp, dp), strict=True))
+        index = {"tp": tp, "pp": pp, "dp": dp}
+        return sum(index[axis] // weight % size * stride for axis, size, stride, weight in self.digits)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ in ``axes`` only; each ascending, ordered by first rank."""

@@ -1,51 +1,57 @@
-"""Which mesh order makes a rank train what it also generates with: exact bytes by arithmetic, no plan is built."""
+"""Which rank trains what, and which slot it generates with: exact bytes by arithmetic, no plan is built.
 
-from collections import Counter
-from collections.abc import Sequence
+Candidates are orders of the training mesh (an axis may be split in two) and assignments of generation slots; each is
+priced with the classes of bytes of a small canonical move. Slots rise with rank inside every group, because process groups
+sort their members.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rl3d.layout import (
-    GenLayout,
-    LayoutError,
-    Mesh,
-    ParamSpec,
-    Piece,
-    TrainLayout,
-    count_layers,
-    itemsize,
-    stage_layers,
-)
+from rl3d.layout import GenLayout, LayoutError, Mesh, ParamSpec, ShardLayout, TrainLayout, count_layers
 from rl3d.layout.parallel import AXES
+from rl3d.reshard.assignment import assign_slots
+from rl3d.reshard.boxes import Ints
+from rl3d.reshard.traffic import find_traffic
 
-Order = tuple[str, str, str]
+Order = tuple[str, ...]
 
 
 class MeshChoice(NamedTuple):
-    """A training mesh order, the stride between the ranks of a generation group, and what the move costs.
+    """A training mesh order, the generation slots of the ranks, and what the move costs.
 
-    Compares by cost: nodes touched by the widest tensor-parallel group of either mesh, then the bytes that the
-    busiest rank receives, then their mean.
+    Compares by cost: nodes touched by the widest tensor-parallel group of either mesh, then the bytes that enter the
+    busiest node, then the bytes that the busiest rank receives, then their mean. ``gen_stride`` is the distance between
+    the ranks of a generation group; 0 where ``groups`` lists them one by one.
     """
 
     nodes: int
+    ingress: int
     received_max: int
     received_mean: float
     preference: int
     order: Order
     gen_stride: int
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def gen_groups(self, tp: int, world_size: int) -> tuple[tuple[int, ...], ...]:
-        """Generation groups: rank ``r`` takes slot ``r // gen_stride % tp``."""
-        block = self.gen_stride * tp
-        return tuple(
-            tuple(range(start + i, start + block, self.gen_stride))
-            for start in range(0, world_size, block)
-            for i in range(self.gen_stride)
-        )
+        """Generation groups; with a stride, rank ``r`` takes slot ``r // gen_stride % tp``."""
+        return self.groups or _strided(range(world_size), tp, self.gen_stride)
+
+
+def _strided(ranks: Sequence[int], tp: int, stride: int) -> tuple[tuple[int, ...], ...]:
+    block = stride * tp
+    return tuple(
+        tuple(ranks[i] for i in range(start + offset, start + block, stride))
+        for start in range(0, len(ranks), block)
+        for offset in range(stride)
+    )
 
 
 def choose_mesh_order(
@@ -55,12 +61,7 @@ def choose_mesh_order(
     world_size: int,
     gpus_per_node: int | None = None,
 ) -> Order:
-    """The axis order of the training mesh, fastest axis first, that moves the least into ``gen``.
-
-    Generation replicas are consecutive ranks. All six orders are compared: first, tensor-parallel groups touch as few
-    nodes as possible (with ``gpus_per_node``); then the busiest receiver gets least; then the mean. ("tp", "pp", "dp")
-    wins ties. Raises :class:`LayoutError` when the layouts do not fit the world.
-    """
+    """The best of :func:`mesh_choices` where generation replicas are consecutive ranks."""
     return min(c for c in mesh_choices(specs, train, gen, world_size, gpus_per_node) if c.gen_stride == 1).order
 
 
@@ -70,73 +71,171 @@ def mesh_choices(
     gen: GenLayout,
     world_size: int,
     gpus_per_node: int | None = None,
+    *,
+    orders: Sequence[Order] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> list[MeshChoice]:
-    """Every training mesh order with every stride of the generation groups; ``min`` is the best.
+    """Training mesh orders with generation groups; ``min`` is the best, ties go to the usual order and small strides.
 
     A stride above 1 pays when generation shards are wider than training shards: with TP4 -> TP2 the ranks 0 and 1 both
-    train parts of slot 0, so the groups (0, 2), (1, 3) receive less than (0, 1), (2, 3).
+    train parts of slot 0, so the groups (0, 2), (1, 3) receive less than (0, 1), (2, 3). Splitting an axis pays when they
+    are narrower: with TP4 -> TP8 two ranks of one training shard should be neighbours. Where no stride suits, slots are
+    assigned within blocks of ranks: least received by the busiest, then least in all.
+
+    Args:
+        specs: the model's parameters.
+        train, gen: the two layouts.
+        world_size: number of ranks.
+        gpus_per_node: consecutive ranks that share a node; ``None`` is one node.
+        orders: mesh orders to consider instead of all.
+        ranks: ranks that generate; all when left out.
+
+    Raises:
+        LayoutError: layouts that do not fit the ranks or the model.
     """
-    replicas = gen.replicas(world_size)
+    taking = np.arange(world_size) if ranks is None else np.array(sorted(ranks), np.int64)
+    if not len(taking) or (np.diff(taking) == 0).any() or taking[0] < 0 or taking[-1] >= world_size:
+        raise LayoutError(
+            f"generation ranks {tuple(taking.tolist())}: expected different ranks below {world_size}, at least one"
+        )
+    replicas = gen.replicas(len(taking))
     resolved = train.resolve(world_size)
     if gpus_per_node is not None and gpus_per_node < 1:
         raise LayoutError(f"gpus_per_node = {gpus_per_node} must be at least 1")
-
-    def span(groups: Sequence[Sequence[int]]) -> int:
-        return max(len({rank // gpus_per_node for rank in group}) for group in groups) if gpus_per_node else 1
-
-    need, overlap = _bytes(specs, resolved, gen.tp)
+    prices = _Prices(specs, resolved, gen.tp)
+    node_of = np.arange(world_size) // (gpus_per_node or max(world_size, 1))
     strides = [n for n in range(1, replicas + 1) if replicas % n == 0]
     found: list[MeshChoice] = []
-    for first, second, third in sorted(permutations(AXES), key=lambda order: order != AXES):
-        order = (first, second, third)
-        mesh = Mesh.of(resolved, world_size, order)
-        coords = [mesh.coords(rank) for rank in range(world_size)]
-        stages, tps = np.array([c.pp for c in coords]), np.array([c.tp for c in coords])
-        train_span = span(mesh.groups("tp"))
+    seen: set[bytes] = set()
+    for order in _orders(resolved) if orders is None else orders:
+        mesh = Mesh.of(resolved, world_size, tuple(order))
+        place = prices.places(mesh)
+        if place.tobytes() in seen and orders is None:
+            continue
+        seen.add(place.tobytes())
+        span = _train_span(mesh, node_of)
+        cost = prices.need[None, :] - prices.overlap[place[taking]]
+
+        def add(slots: Ints, stride: int, groups: tuple[tuple[int, ...], ...], *, where=(mesh, place, span, cost)) -> None:
+            mesh, place, span, cost = where
+            received = cost[np.arange(len(taking)), slots]
+            widest = max(span, _span(groups, node_of))
+            enters = prices.ingress(place, node_of, taking, slots)
+            kept = groups if stride == 0 or ranks is not None else ()
+            found.append(
+                MeshChoice(widest, enters, int(received.max()), float(received.mean()), len(found), mesh.order, stride, kept)
+            )
+
         for stride in strides:
-            slots = np.arange(world_size) // stride % gen.tp
-            received = need[slots] - overlap[stages, tps, slots]
-            choice = MeshChoice(0, int(received.max()), float(received.mean()), len(found), order, stride)
-            found.append(choice._replace(nodes=max(train_span, span(choice.gen_groups(gen.tp, world_size)))))
+            add(np.arange(len(taking)) // stride % gen.tp, stride, _strided(taking.tolist(), gen.tp, stride))
+        least = int(cost.min(axis=1).max(initial=0))
+        if min(c.received_max for c in found[-len(strides) :]) > least:
+            slots = assign_slots(cost, _block(len(taking), gen.tp, gpus_per_node), gen.tp)
+            if slots is not None:
+                add(slots, 0, _groups(taking, slots, gen.tp))
     return found
 
 
-def _bytes(specs: Sequence[ParamSpec], train: TrainLayout, tp_gen: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """``need[slot]`` and ``overlap[stage, tp, slot]`` in bytes; equal parameters are counted and multiplied."""
-    tp, pp = train.tp, train.pp
-    layers = stage_layers(count_layers(specs), pp, train.vpp)
-    stage_of = {layer: stage for stage, part in enumerate(layers) for layer in part}
-    kinds: Counter[tuple] = Counter()
-    for spec in specs:
-        if spec.layer is not None:
-            stages: tuple[int, ...] = (stage_of[spec.layer],)
-        else:
-            stages = tuple(s for s in range(pp) if spec.on_stage(s, layers))
-        kinds[spec.shape, spec.dim, spec.blocks, spec.valid_rows, spec.dtype, stages] += 1
-    need, overlap = np.zeros(tp_gen, np.int64), np.zeros((pp, tp, tp_gen), np.int64)
-    for (shape, dim, blocks, valid_rows, dtype, stages), count in kinds.items():
-        spec = ParamSpec("any", shape, dim, blocks, dtype=dtype, valid_rows=valid_rows)
-        valid = shape[0] if valid_rows is None else valid_rows
-        width = itemsize(dtype) * count
-        for slot in range(tp_gen):
-            if dim is None:
-                full = spec.numel // shape[0] * valid * width
-                need[slot] += full
-                overlap[list(stages), :, slot] += full
-                continue
-            limit = valid if dim == 0 else shape[dim]
-            across = spec.numel // shape[dim] * (valid if dim else 1) // (shape[0] if dim else 1) * width
-            wanted = spec.pieces(tp_gen, slot)
-            need[slot] += across * _common(wanted, wanted, limit)
-            for index in range(tp):
-                overlap[list(stages), index, slot] += across * _common(wanted, spec.pieces(tp, index), limit)
-    return need, overlap
+def _orders(train: TrainLayout) -> Iterator[Order]:
+    """The usual order first, then the other permutations, then those with one axis split in two."""
+    yield from sorted(permutations(AXES), key=lambda order: order != AXES)
+    for axis in AXES:
+        size = getattr(train, axis)
+        for part in (n for n in range(2, size) if size % n == 0):
+            low = f"{axis}:{part}"
+            for order in permutations((*AXES, low)):
+                if order.index(axis) > order.index(low) + 1:
+                    yield order
 
 
-def _common(a: Sequence[Piece], b: Sequence[Piece], limit: int) -> int:
-    """Indices below ``limit`` that lie in both lists of disjoint runs."""
-    return sum(
-        max(0, min(x.global_start + x.length, y.global_start + y.length, limit) - max(x.global_start, y.global_start))
-        for x in a
-        for y in b
-    )
+def _train_span(mesh: Mesh, node_of: Ints) -> int:
+    """Nodes that the widest tensor-parallel group touches."""
+    position = np.arange(mesh.world_size)
+    first = position.copy()
+    for axis, size, stride, _ in mesh.digits:
+        if axis == "tp":
+            first -= position // stride % size * stride
+    return int(np.unique(np.unique(first * (len(node_of) + 1) + node_of) // (len(node_of) + 1), return_counts=True)[1].max())
+
+
+def _span(groups: Sequence[Sequence[int]], node_of: Ints) -> int:
+    table = np.sort(node_of[np.array(groups)], axis=1)
+    return int((np.diff(table, axis=1) > 0).sum(axis=1).max(initial=0)) + 1
+
+
+def _block(count: int, tp: int, per_node: int | None) -> int:
+    """Ranks among which slots are assigned freely: a node, or as many as can be searched."""
+    if per_node and per_node % tp == 0 and count % per_node == 0:
+        return per_node
+    best = tp
+    for replicas in range(1, count // tp + 1):
+        if count % (tp * replicas) == 0 and math.comb(replicas + tp, tp) <= 3000:
+            best = tp * replicas
+    return best
+
+
+def _groups(ranks: Ints, slots: Ints, tp: int) -> tuple[tuple[int, ...], ...]:
+    """The n-th rank of each slot makes the n-th group: rising, because no slot runs ahead of the one below it."""
+    return tuple(zip(*(ranks[slots == slot].tolist() for slot in range(tp)), strict=True))
+
+
+class _Prices:
+    """Bytes that each slot needs and that each place of a training mesh has of it, from one canonical move."""
+
+    def __init__(self, specs: Sequence[ParamSpec], train: TrainLayout, tp_gen: int) -> None:
+        assert train.dp is not None
+        self.parts = train.dp if train.zero == 3 else 1
+        self.tp, self.pp = train.tp, train.pp
+        layers = count_layers(specs)
+        canonical = Mesh(train.tp, train.pp, self.parts)
+        experts = max((s.expert + 1 for s in specs if s.expert is not None), default=0)
+        src = ShardLayout.training(canonical, layers, zero=train.zero, vpp=train.vpp, experts=experts)
+        dst = ShardLayout.replicas(tp_gen, [range(tp_gen)], layers, experts=experts)
+        # Parameters that differ in name and layer only are counted and multiplied.
+        counts: dict[tuple, int] = {}
+        chosen: dict[tuple, ParamSpec] = {}
+        for spec in specs:
+            key = (spec.shape, spec.dim, spec.blocks, spec.valid_rows, spec.dtype, src.stages(spec), spec.expert is None)
+            counts[key] = counts.get(key, 0) + 1
+            chosen.setdefault(key, replace(spec, expert=None if spec.expert is None else 0))
+        traffic = find_traffic(list(chosen.values()), src, dst)
+        boxes = traffic.boxes
+        times = np.array(list(counts.values()), np.int64)[boxes.entry_param]
+        total = np.concatenate([[0], np.cumsum(boxes.entry_bytes * times)])
+        self.weight = np.diff(total[boxes.pointer])
+        self.holders = _membership(traffic.holders, canonical.world_size)
+        self.takers = _membership(traffic.takers, tp_gen)
+        # float64 adds whole numbers exactly up to 2**53
+        self.need = (self.takers * self.weight[:, None]).sum(0).astype(np.int64)
+        self.overlap = ((self.holders * self.weight[:, None]).T @ self.takers).astype(np.int64)
+
+    def places(self, mesh: Mesh) -> Ints:
+        """Row of :attr:`overlap` of every rank of a mesh."""
+        rank = np.arange(mesh.world_size)
+        index = {axis: np.zeros(mesh.world_size, np.int64) for axis in AXES}
+        for axis, size, stride, weight in mesh.digits:
+            index[axis] += rank // stride % size * weight
+        part = index["dp"] if self.parts > 1 else 0
+        return index["tp"] + self.tp * (index["pp"] + self.pp * part)
+
+    def ingress(self, place: Ints, node_of: Ints, taking: Ints, slots: Ints) -> int:
+        """Bytes that must enter the busiest node: wanted by a rank on it, held by none."""
+        nodes = int(node_of[-1]) + 1
+        if nodes == 1 or len(self.weight) * self.holders.shape[1] * nodes > 1 << 27:
+            return 0
+        has = np.zeros((nodes, self.holders.shape[1]), np.float32)
+        has[node_of, place] = 1
+        wants = np.zeros((nodes, self.takers.shape[1]), np.float32)
+        wants[node_of[taking], slots] = 1
+        signature, which = np.unique(np.concatenate([has, wants], 1), axis=0, return_inverse=True)
+        del which
+        has, wants = np.split(signature, [self.holders.shape[1]], axis=1)
+        enters = (has @ self.holders.T.astype(np.float32) == 0) & (wants @ self.takers.T.astype(np.float32) > 0)
+        return int((enters * self.weight.astype(np.float64)).sum(1).max())
+
+
+def _membership(groups: Sequence[Ints], size: int) -> NDArray[np.float64]:
+    out = np.zeros((len(groups), size))
+    for line, ranks in enumerate(groups):
+        out[line, ranks] = 1
+    return out
