@@ -15,7 +15,8 @@ FLOORS = [
     {"rewards"},
     {"engine"},
     {"trainer"},
-    {"bench", "cli"},
+    {"bench"},
+    {"cli"},
     {"__main__", "__init__"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

@@ -38,7 +38,7 @@ def draw(move: Move, width: int = 80) -> str:
 
 def cells(move: Move, rank: int) -> Cells:
     """The block of one rank. Lines are stages (neighbours merged beyond 8), columns slices of a matrix."""
-    parts = getattr(move.source, "parts", None) or 1
+    parts = move.source.parts or 1
     columns = math.lcm(move.source.tp * parts, move.target.tp)
     while columns > _COLUMNS and columns % 2 == 0 and columns // 2 >= max(move.source.tp, move.target.tp):
         columns //= 2
@@ -62,7 +62,7 @@ def _stage(layout: ShardLayout, rank: int) -> int:
 def _slices(layout: ShardLayout, rank: int, columns: int, parts: int) -> set[int]:
     """Columns that a rank's part of a matrix touches."""
     place = layout.places[rank]
-    part = place[2] if parts > 1 else 0
+    part = tuple(place)[2] if parts > 1 else 0
     cuts = layout.tp * parts
     index = place[1] * parts + part
     return set(range(index * columns // cuts, max((index + 1) * columns // cuts, index * columns // cuts + 1)))

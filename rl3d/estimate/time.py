@@ -13,8 +13,9 @@ from rl3d.reshard.plan import Plan
 class MoveTime:
     """Where the seconds of a move go.
 
-    ``seconds`` is the sum of ``wire`` (links and latency), ``pack`` (into and out of staging memory) and ``local``
-    (copies of what a rank has already). ``limit`` says what most of the wire time waits for.
+    ``local`` copies what a rank has already. Then buckets follow each other: ``wire`` is what the slower of the busiest
+    rank and the busiest network card spends on links and latency, ``pack`` what the busiest rank adds by copying into
+    and out of staging memory. ``limit`` names what takes most.
     """
 
     seconds: float
@@ -28,9 +29,10 @@ class MoveTime:
 def predict_move(plan: Plan, topology: Topology) -> MoveTime:
     """Seconds of ``plan`` on ``topology``.
 
-    A bucket is packed, sent and unpacked before the next one, so its time is the sum of the three. Its messages travel
-    at once: the wire takes as long as its busiest resource, which is a GPU's link inside the node (bytes / rate +
-    latency x messages, out or in) or a network card (out or in; GPUs of a node share cards evenly).
+    A rank goes through its buckets one after the other: it packs, sends and receives at once (the slower of the two
+    counts; bytes / rate of the link + latency x messages), and unpacks. Ranks wait for each other only where they
+    exchange, so no global step is assumed: the move takes as long as the busiest rank, or as the busiest network card
+    (in or out; the GPUs of a node share its cards evenly) where that is longer.
 
     Raises :class:`TopologyError` when the plan's ranks do not fit the topology.
     """
@@ -43,35 +45,35 @@ def predict_move(plan: Plan, topology: Topology) -> MoveTime:
         return MoveTime(local, 0.0, 0.0, local, 0.0, "nothing travels")
 
     src, dst, bucket = (column[moved].astype(np.int64) for column in (rows.src, rows.dst, rows.bucket))
-    key = (bucket * size + src) * size + dst
-    keys, which = np.unique(key, return_inverse=True)
+    keys, which = np.unique((bucket * size + src) * size + dst, return_inverse=True)
     nbytes = np.bincount(which.reshape(-1), rows.nbytes[moved].astype(np.float64))
     src, dst, bucket = keys // size % size, keys % size, keys // size**2
     buckets = int(bucket.max()) + 1
     inside = nodes[src] == nodes[dst]
 
-    def load(end: NDArray[np.int64], weight: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-        return np.bincount(bucket * count + end, weight, minlength=buckets * count).reshape(buckets, count)
+    def each(weight: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Summed for sending and receiving, each bucket and each rank."""
+        return np.stack([np.bincount(bucket * size + end, weight, minlength=buckets * size).reshape(buckets, size)
+                         for end in (src, dst)])  # fmt: skip
 
-    latency = np.where(inside, topology.inside_latency_us, topology.between_latency_us) * 1e-6
-    link = np.where(inside, nbytes / (topology.inside_gb_per_s * 1e9), 0.0)
-    card = np.where(inside, 0.0, nbytes / (topology.between_gb_per_s * 1e9))
-    cards = (int(nodes.max()) + 1) * topology.nics_per_node
+    link = each(np.where(inside, nbytes / (topology.inside_gb_per_s * 1e9), 0.0))
+    crossing = np.where(inside, 0.0, nbytes / (topology.between_gb_per_s * 1e9))
+    cross = each(crossing)
+    calls = each(np.where(inside, topology.inside_latency_us, topology.between_latency_us) * 1e-6)
+    # links inside and the card carry at once; so do the two directions
+    travelling = (np.maximum(link, cross) + calls).max(axis=0).sum(axis=0)
+    copying = each(nbytes).sum(axis=(0, 1)) / (topology.copy_gb_per_s * 1e9)
+    busiest = int(np.argmax(travelling + copying))
+
     card_of = _cards(size, nodes, topology)
-    parts = {"latency of messages": np.zeros(buckets), "links inside a node": np.zeros(buckets),
-             "cards between nodes": np.zeros(buckets)}  # fmt: skip
-    wire = np.zeros(buckets)
-    for end in (src, dst):
-        calls, links = load(end, latency, size), load(end, link, size)
-        busy_card = load(card_of[end], card, cards)
-        wire = np.maximum(wire, np.maximum(links + calls, busy_card[:, card_of[:size]] + calls).max(axis=1))
-        for name, table in zip(parts, (calls, links, busy_card)):
-            parts[name] = np.maximum(parts[name], table.max(axis=1))
-    copies = sum(load(end, nbytes, size).max(axis=1).sum() for end in (src, dst))
-    pack = float(copies / (topology.copy_gb_per_s * 1e9))
-    limit = max(parts, key=lambda name: float(parts[name].sum()))
-    total = float(wire.sum())
-    return MoveTime(total + pack + local, total, pack, local, float(parts["latency of messages"].sum()), limit)
+    card = max(float(np.bincount(card_of[end], crossing).max()) for end in (src, dst))
+    wire, pack = max(float(travelling[busiest]), card), float(copying[busiest])
+    seconds = max(float(travelling[busiest]) + pack, card)
+    of_busiest = [float(table[:, :, busiest].max(axis=0).sum()) for table in (calls, cross, link)]
+    parts = {"latency of messages": of_busiest[0], "network cards": max(card, of_busiest[1]),
+             "links inside a node": of_busiest[2]}  # fmt: skip
+    limit = max(parts, key=lambda name: parts[name])
+    return MoveTime(local + seconds, wire, max(0.0, seconds - wire), local, of_busiest[0], limit)
 
 
 def _cards(size: int, nodes: NDArray[np.int64], topology: Topology) -> NDArray[np.int64]:

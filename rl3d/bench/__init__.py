@@ -1,0 +1,12 @@
+"""What the documents claim, as commands that anyone can run again: ``rl3d bench NAME``.
+
+Each module has ``HELP``, one line; ``arguments(parser)``, which declares its options; and ``run(args)``, which measures,
+prints, and returns the exit code.
+"""
+
+BENCHES = ("plan", "links")
+"""Modules of this package, one for each bench."""
+
+
+class BenchError(RuntimeError):
+    """A bench that cannot run here; the message says what it needs."""

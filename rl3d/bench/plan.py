@@ -1,0 +1,9 @@
+HELP = "x"
+
+
+def arguments(parser):
+    pass
+
+
+def run(args):
+    return 0
