@@ -1,9 +1,83 @@
-HELP = "x"
+"""Plans against their bounds and known optima, up to 1,024 ranks, each in a fresh process."""
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+from rl3d.bench import BenchError
+
+HELP = "Bytes and seconds of plans: known optima, 64 to 1,024 ranks, and megatron-core's planner beside ours."
 
 
-def arguments(parser):
-    pass
+class Case(NamedTuple):
+    """A pair of layouts with the GB per rank (10^9 bytes) that the best possible plan receives, where it is known."""
+
+    model: str
+    train: str
+    gen: str
+    gpus: int
+    mean: float | None = None
+    most: float | None = None
 
 
-def run(args):
-    return 0
+# bf16, gate and up cut apart. From bounds that share no code with the planner (interval arithmetic and scipy's LP).
+OPTIMA = (
+    Case("llama2-7b", "tp2.pp2.dp2.zero1", "tp4", 8, 1.685, 1.685),
+    Case("llama2-7b", "dp8.zero3", "tp8", 8, 1.065, 1.155),
+    Case("llama2-7b", "dp8.zero3", "tp4", 8, 2.407, 2.524),
+    Case("llama2-7b", "tp4.pp2.dp1.zero1", "tp2", 8, 5.054, 5.054),
+    Case("llama2-70b", "tp8.dp8.zero1", "tp4", 64, 17.24, 17.24),
+    Case("llama2-70b", "tp4.pp4.dp4.zero1", "tp8", 64, None, 12.966),
+    Case("llama2-70b", "dp64.zero3", "tp8", 64, 15.949, 15.978),
+    Case("llama2-70b", "tp8.pp4.dp2.zero1", "tp4", 64, None, 30.211),
+)  # fmt: skip
+SCALE = tuple(Case("llama2-70b", f"tp4.pp4.dp{gpus // 16}.zero1", "tp8", gpus) for gpus in (64, 128, 256, 512, 1024))
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="8")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="the pairs of 8 GPUs only")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the tables; the exit code is 1 when a plan receives more than its bound."""
+    cases = [case for case in OPTIMA if case.gpus == 8] if args.quick else [*OPTIMA]
+    optima = [(case, once(case, args.gpus_per_node)) for case in cases]
+    scale = [] if args.quick else [(case, once(case, args.gpus_per_node)) for case in SCALE]
+    if args.json:
+        found = {"optima": [fact for _, fact in optima], "scale": [fact for _, fact in scale]}
+        print(json.dumps(found))
+    else:
+        _print("Received and sent, GB a rank", optima)
+        if scale:
+            _print("Scale: Llama-2-70B, all rows of all ranks, one core, a process of its own", scale)
+    exact = all(fact["received"]["max"] == fact["bounds"]["received"]["max"] for _, fact in (*optima, *scale))
+    return 0 if exact else 1
+
+
+def once(case: Case, per_node: int) -> dict[str, Any]:
+    """Plan in a fresh process; what :mod:`rl3d.bench.plan_once` prints. Raises :class:`BenchError` when it fails."""
+    words = [case.model, case.train, case.gen, str(case.gpus), str(per_node)]
+    done = subprocess.run([sys.executable, "-m", "rl3d.bench.plan_once", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise BenchError(f"bench plan: {' '.join(words)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout)
+
+
+def _print(title: str, found: list[tuple[Case, dict[str, Any]]]) -> None:
+    print(f"{title}\n")
+    heads = ("model", "train", "generate", "ranks", "received mean", "max", "known mean", "max", "bound max", "sent max",
+             "between nodes (all)", "received / bound", "plan s", "process s", "peak MB")  # fmt: skip
+    print("| " + " | ".join(heads) + " |\n" + "|---" * 3 + "|--:" * (len(heads) - 3) + "|")
+    for case, fact in found:
+        received, bound = fact["received"], fact["bounds"]["received"]["max"]
+        ours = [received["mean"] / 1e9, received["max"] / 1e9]
+        gigabytes = [*ours, case.mean, case.most, *(x / 1e9 for x in (bound, fact["sent"]["max"], fact["between_nodes"]))]
+        cells = [case.model, case.train, case.gen, str(case.gpus)]
+        cells += ["" if value is None else f"{value:.3f}" for value in gigabytes]
+        cells += [f"{fact['ratios']['received']:.2f}", f"{fact['plan_seconds']:.2f}", f"{fact['process_seconds']:.2f}"]
+        print(f"| {' | '.join(cells)} | {fact['peak_bytes'] / 1e6:.0f} |", flush=True)
+    print()
