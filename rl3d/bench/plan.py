@@ -69,15 +69,19 @@ def once(case: Case, per_node: int) -> dict[str, Any]:
 
 def _print(title: str, found: list[tuple[Case, dict[str, Any]]]) -> None:
     print(f"{title}\n")
-    heads = ("model", "train", "generate", "ranks", "received mean", "max", "known mean", "max", "bound max", "sent max",
-             "between nodes (all)", "received / bound", "plan s", "process s", "peak MB")  # fmt: skip
+    heads = (
+        "model", "train", "generate", "ranks", "received mean", "max", "known mean", "max", "bound max", "sent max", "bound",
+        "between nodes (all)", "received / bound", "sent / bound", "plan s", "process CPU s", "peak MB",
+    )  # fmt: skip
     print("| " + " | ".join(heads) + " |\n" + "|---" * 3 + "|--:" * (len(heads) - 3) + "|")
     for case, fact in found:
         received, bound = fact["received"], fact["bounds"]["received"]["max"]
         ours = [received["mean"] / 1e9, received["max"] / 1e9]
-        gigabytes = [*ours, case.mean, case.most, *(x / 1e9 for x in (bound, fact["sent"]["max"], fact["between_nodes"]))]
+        rest = (bound, fact["sent"]["max"], fact["bounds"]["sent"]["max"], fact["between_nodes"])
+        gigabytes = [*ours, case.mean, case.most, *(x / 1e9 for x in rest)]
         cells = [case.model, case.train, case.gen, str(case.gpus)]
         cells += ["" if value is None else f"{value:.3f}" for value in gigabytes]
-        cells += [f"{fact['ratios']['received']:.2f}", f"{fact['plan_seconds']:.2f}", f"{fact['process_seconds']:.2f}"]
+        cells += [f"{value:.2f}" for value in (*(fact["ratios"][key] for key in ("received", "sent")),
+                                               fact["plan_seconds"], fact["cpu_seconds"])]  # fmt: skip
         print(f"| {' | '.join(cells)} | {fact['peak_bytes'] / 1e6:.0f} |", flush=True)
     print()

@@ -52,8 +52,12 @@ class Move:
             "train": str(self.train), "gen": str(self.gen), "gpus": len(self.source.ranks),
             "order": list(self.choice.order), "gen_stride": self.choice.gen_stride,
             "received": pair("received"), "sent": pair("sent"), "aliased": cert["local"],
-            "bounds": {"received": pair("bound")}, "ratios": {"received": cert["ratio"]},
-            "between_nodes": cert["between_nodes"],
+            "bounds": {
+                "received": pair("bound"), "sent": {"max": cert["sent_bound"]},
+                "ingress": {"max": max(cert["ingress_bound"])},
+                "between": {"max": cert["between_bound"]}, "inside": {"max": cert["inside_bound"]},
+            },
+            "ratios": cert["ratios"], "between_nodes": cert["between_nodes"],
             "staging": {"cap": cert["staging_bytes"], "peak": cert["staging_peak"]},
             "seconds": self.time.seconds, "plan_seconds": self.plan_seconds, "hash": self.plan.hash,
         }  # fmt: skip

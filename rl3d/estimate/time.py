@@ -36,17 +36,17 @@ def predict_move(plan: Plan, topology: Topology) -> MoveTime:
 
     Raises :class:`TopologyError` when the plan's ranks do not fit the topology.
     """
-    rows = plan.rows
+    runs = plan.segments
     size = max((*plan.source.ranks, *plan.destination.ranks), default=-1) + 1
     nodes = np.array(topology.nodes_of(size), np.int64)
-    moved = np.flatnonzero(rows.moved)
+    moved = np.flatnonzero(runs.src != runs.dst)
     local = _local_seconds(plan, size, topology)
     if not len(moved):
         return MoveTime(local, 0.0, 0.0, local, 0.0, "nothing travels")
 
-    src, dst, bucket = (column[moved].astype(np.int64) for column in (rows.src, rows.dst, rows.bucket))
+    src, dst, bucket = (column[moved].astype(np.int64) for column in (runs.src, runs.dst, runs.bucket))
     keys, which = np.unique((bucket * size + src) * size + dst, return_inverse=True)
-    nbytes = np.bincount(which.reshape(-1), rows.nbytes[moved].astype(np.float64))
+    nbytes = np.bincount(which.reshape(-1), (runs.stop - runs.start)[moved].astype(np.float64))
     src, dst, bucket = keys // size % size, keys % size, keys // size**2
     buckets = int(bucket.max()) + 1
     inside = nodes[src] == nodes[dst]
@@ -83,7 +83,7 @@ def _cards(size: int, nodes: NDArray[np.int64], topology: Topology) -> NDArray[n
 
 
 def _local_seconds(plan: Plan, size: int, topology: Topology) -> float:
-    rows = plan.rows
-    here = np.flatnonzero(rows.src == rows.dst)
-    copied = np.bincount(rows.dst[here], rows.nbytes[here].astype(np.float64), minlength=size)
+    runs = plan.segments
+    here = np.flatnonzero(runs.src == runs.dst)
+    copied = np.bincount(runs.dst[here], (runs.stop - runs.start)[here].astype(np.float64), minlength=size)
     return float(copied.max(initial=0.0)) / (topology.copy_gb_per_s * 1e9)

@@ -30,6 +30,7 @@ def test_json_is_one_object_with_the_promised_keys(capsys: pytest.CaptureFixture
     assert found["received"]["max"] == pytest.approx(1.685e9, rel=1e-3)
     assert found["received"]["max"] == pytest.approx(found["sent"]["max"], rel=1e-3)
     assert found["ratios"]["received"] == 1.0
+    assert found["ratios"]["sent"] == pytest.approx(1, abs=1e-3)
     assert found["bounds"]["received"] == found["received"]
     assert 0 < found["staging"]["peak"] <= found["staging"]["cap"]
     assert 1e-3 < found["seconds"] < 0.35
