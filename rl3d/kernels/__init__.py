@@ -7,7 +7,8 @@ kernels run on a CPU in Triton's interpreter, which is how the tests compare the
 
 from rl3d.kernels.linear import fp32_logits
 from rl3d.kernels.rmsnorm import rms_norm
+from rl3d.kernels.rotary import rotary
 from rl3d.kernels.swiglu import swiglu
 from rl3d.kernels.token_logprob import logprob_gradient, logprob_statistics
 
-__all__ = ["fp32_logits", "logprob_gradient", "logprob_statistics", "rms_norm", "swiglu"]
+__all__ = ["fp32_logits", "logprob_gradient", "logprob_statistics", "rms_norm", "rotary", "swiglu"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl3d.kernels import backend, fp32_logits, logprob_gradient, logprob_statistics, rms_norm, swiglu
+from rl3d.kernels import backend, fp32_logits, logprob_gradient, logprob_statistics, rms_norm, rotary, swiglu
 
 EPS = 1e-5
 
@@ -30,6 +30,13 @@ def _norm64(x: Tensor, weight: Tensor) -> Tensor:
 def _glu64(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return gate * torch.sigmoid(gate) * up
+
+
+def _rotary64(x: Tensor, angles: Tensor) -> Tensor:
+    """transformers' own: x * cos + rotate_half(x) * sin, with the angles given twice."""
+    twice = torch.cat([angles, angles], dim=-1).double()[:, None]
+    first, second = x.chunk(2, dim=-1)
+    return x * twice.cos() + torch.cat([-second, first], dim=-1) * twice.sin()
 
 
 def _compare(ours: Callable[..., Tensor], right: Callable[..., Tensor], *inputs: Tensor) -> float:
@@ -80,6 +87,11 @@ def main(device: str) -> dict[str, float]:
             out[f"rms_norm/{name}/{rows}x{width}"] = _compare(lambda x, w: rms_norm(x, w, EPS), _norm64, x, weight)
             x = randn(rows, 2, width, dtype=dtype)
             out[f"swiglu/{name}/{rows}x{width}"] = _compare(swiglu, _glu64, x)
+        for heads, size in ((1, 16), (5, 48), (18, 64)):
+            mixed, angles = randn(23, heads + 2, size, dtype=dtype), randn(23, size // 2) * 50
+            x = mixed[:, 1 : heads + 1]  # a view, as queries are of the fused projection
+            out[f"rotary/{name}/{heads}x{size}"] = _compare(lambda x, a=angles: rotary(x, a.cos(), a.sin()),
+                                                            lambda x, a=angles: _rotary64(x, a), x)  # fmt: skip
         h, w = randn(5, 64, dtype=dtype), randn(33, 64, dtype=dtype)
         out[f"fp32_logits/{name}"] = _error(fp32_logits(h, w), h.double() @ w.double().t())
         assert fp32_logits(h, w).dtype == torch.float32
