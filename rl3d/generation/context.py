@@ -10,6 +10,7 @@ from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.contexts import BaseInferenceContext
 
 from rl3d.generation.kv_cache import KVCache
+from rl3d.kernels import rotary
 
 _WINDOW_STEP = 32  # decode windows grow in such steps, so that a batch's neighbours seldom change a row's reductions
 
@@ -32,7 +33,7 @@ class GenerationContext(BaseInferenceContext):
         self._decode = False
         self._rope_source: torch.Tensor | None = None
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._rope: tuple[torch.Tensor, ...] | None = None
 
     # ---- megatron-core's questions
 
@@ -87,27 +88,20 @@ class GenerationContext(BaseInferenceContext):
         out = attend(layer, query[:real], key, value, scale)
         return F.pad(out, (0, 0, 0, self._padding)) if self._padding else out
 
-    def rotate(self, x: torch.Tensor, rotary: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Rotary embedding of [T, n, D] in x's dtype, term by term as megatron-core's training path computes it.
+    def rotate(self, x: torch.Tensor, angles: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Rotary embedding of [T, n, D], the arithmetic of the training path.
 
-        ``rotary`` is megatron-core's table of angles [S, 1, 1, R], R <= D; its cosines are kept between steps.
+        ``angles`` is megatron-core's table [S, 1, 1, D], the D / 2 angles given twice; ``scale`` multiplies cosines and
+        sines, which are kept between steps.
         """
-        if self._rope_table is None or self._rope_source is not rotary or self._rope_table[0].dtype != x.dtype:
+        if self._rope_table is None or self._rope_source is not angles:
             # megatron-core keeps it on the GPU when there is one, whatever device the model is on
-            angles = rotary[:, 0, 0].to(x.device, torch.float32)
-            self._rope_source = rotary
-            self._rope_table = ((angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype))
+            once = angles[:, 0, 0, : angles.shape[-1] // 2].to(x.device, torch.float32)
+            self._rope_source = angles
+            self._rope_table = (once.cos() * scale, once.sin() * scale)
         if self._rope is None:
-            cos, sin = (table.index_select(0, self.positions)[:, None] for table in self._rope_table)
-            half = sin.shape[-1] // 2
-            self._rope = (cos, torch.cat((-sin[..., :half], sin[..., half:]), -1))
-        cos, sin = self._rope
-        size = cos.shape[-1]
-        turned = x[..., :size]
-        half = size // 2
-        swapped = torch.cat((turned[..., half:], turned[..., :half]), -1)
-        out = turned * cos + swapped * sin
-        return out if size == x.shape[-1] else torch.cat((out, x[..., size:]), -1)
+            self._rope = tuple(table.index_select(0, self.positions) for table in self._rope_table)
+        return rotary(x, *self._rope)
 
     def _attend_decode(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None

@@ -25,10 +25,13 @@ class RowBoundaries(PackedSeqParams):
     """Sequences end to end in one row, as megatron-core hands it to attention.
 
     megatron-core's own packed format rotates and cuts sequence by sequence in Python; here the row stays an ordinary
-    [T, 1, ...] tensor, positions come from ``position_ids`` and only core attention reads the boundaries.
+    [T, 1, ...] tensor, and core attention reads the boundaries and the rotation.
+
+    ``rotary``: cosines and sines [T, D / 2], fp32, of each token's position: computed once for all layers.
     """
 
     lengths: tuple[int, ...] = ()
+    rotary: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, lengths: "tuple[int, ...] | list[int]", device: torch.device) -> "RowBoundaries":
@@ -40,7 +43,10 @@ class RowBoundaries(PackedSeqParams):
 
 
 class PackedGPTModel(GPTModel):
-    """GPTModel whose rotary embedding follows ``position_ids`` in packed rows."""
+    """GPTModel whose rotary embedding follows ``position_ids`` in packed rows, applied by core attention."""
+
+    rotary_amplitude = 1.0
+    """What cosines and sines are multiplied by (yarn)."""
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None = None,
                     inference_context: Any = None, packed_seq_params: Any = None, padding_mask: Any = None):  # fmt: skip
@@ -48,7 +54,9 @@ class PackedGPTModel(GPTModel):
                                   padding_mask)  # fmt: skip
         if packed_seq_params is None:
             return out
-        return (out[0], out[1][position_ids[0]], *out[2:])  # [T, 1, 1, D], one row of angles per token
+        angles_TD = position_ids[0].float()[:, None] * self.rotary_pos_emb.inv_freq.to(position_ids.device)
+        packed_seq_params.rotary = tuple(f(angles_TD) * self.rotary_amplitude for f in (torch.cos, torch.sin))
+        return (out[0], None, *out[2:])
 
 
 class InterleavedStage(torch.nn.ModuleList):
@@ -163,10 +171,9 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
                 if hasattr(inner, "layer_number"):
                     inner.layer_number = index + 1
         if scaled is not None:
-            part.rotary_pos_emb.inv_freq, amplitude = scaled
-            for module in part.decoder.layers:
-                # megatron-core hands out angles; attention multiplies their cosines and sines by this
-                module.self_attention._yarn_concentration_factor = amplitude
+            part.rotary_pos_emb.inv_freq, part.rotary_amplitude = scaled
+            for module in part.decoder.layers:  # outside packed rows it is megatron-core's attention that multiplies
+                module.self_attention._yarn_concentration_factor = part.rotary_amplitude
         return part
 
     model = build(0) if groups.vpp == 1 else InterleavedStage([build(chunk) for chunk in range(groups.vpp)])

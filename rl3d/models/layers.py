@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor
 
-from rl3d.kernels import rms_norm, swiglu
+from rl3d.kernels import rms_norm, rotary, swiglu
 
 
 class RMSNorm(torch.nn.Module):
@@ -154,6 +154,8 @@ class PackedAttention(torch.nn.Module):
             out = _causal(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), self.scale)
             return out.permute(2, 0, 1, 3).flatten(2)
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
+        if packed_seq_params.rotary is not None:
+            q, k = rotary(q, *packed_seq_params.rotary), rotary(k, *packed_seq_params.rotary)
         if self.flash and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and _VARLEN is not None:
             out = _varlen(q, k, v, packed_seq_params, self.scale)
         else:
