@@ -30,4 +30,4 @@ def _peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *(int(word) for word in sys.argv[4:6]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 
 def model(sub: Any) -> None:
     """MODEL, as every command takes it that plans from sizes alone."""
-    text = "Hugging Face directory, config.json, or a shipped shape such as llama2-7b (configs/models/)"
+    text = "Hugging Face directory, config.json, hub id, or a shipped shape such as llama2-7b (configs/models/)"
     sub.add_argument("model", metavar="MODEL", help=text)
 
 

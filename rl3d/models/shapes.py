@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl3d.config import shipped
+from rl3d.config.hub import HubId
 from rl3d.models.architecture import UnsupportedModelError
 
 
@@ -33,9 +34,12 @@ def shape(name: str) -> dict[str, Any]:
 def find_model(text: str) -> tuple[str, dict[str, Any]]:
     """Name and Hugging Face configuration of what a command calls MODEL.
 
-    A model directory, a ``config.json``, a shipped shape, or a directory under models/, in this order.
+    A model directory, a ``config.json``, a shipped shape, a directory under models/, or a hub id (``org/name``, whose
+    ``config.json`` alone is taken from the cache, or fetched), in this order.
 
-    Raises :class:`UnsupportedModelError` for anything else; the message gives the closest shapes.
+    Raises:
+        UnsupportedModelError: anything else; the message gives the closest shapes.
+        HubError: a hub id that is neither in the cache nor to be had.
     """
     given = Path(text).expanduser()
     for place in (given, Path("models") / given):
@@ -46,6 +50,9 @@ def find_model(text: str) -> tuple[str, dict[str, Any]]:
             return text.lower(), shape(text)
     if given.is_dir():
         raise UnsupportedModelError(f"{text}: the directory has no config.json; give a Hugging Face model directory")
+    hub_id = None if given.parent.is_dir() else HubId.parse(text)
+    if hub_id is not None:
+        return hub_id.repo.rpartition("/")[2], _read(hub_id.file("config.json"))
     try:
         return text, shape(text)
     except UnsupportedModelError as error:

@@ -1,12 +1,15 @@
 """rl3d plan as people meet it: the report, one JSON object, the picture, and each mistake as one clear error."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rl3d.cli import main
-from tests.cli.test_cli import probe
+from tests.cli.test_cli import ROOT, probe
 
 TINY = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
         "num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 1000, "rope_theta": 1e4}  # fmt: skip
@@ -87,7 +90,21 @@ def test_mistakes_are_one_clear_error(words: list[str], message: str, tiny: str,
     assert printed.err.startswith("error: ") and message in printed.err and "Traceback" not in printed.err
 
 
-def test_planning_needs_no_torch_and_no_configuration_schema() -> None:
+def test_a_hub_id_is_read_from_the_cache(tmp_path: Path) -> None:
+    kept = tmp_path / "models--org--small"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0" * 40)
+    (kept / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (kept / "snapshots" / ("0" * 40) / "config.json").write_text(json.dumps(TINY))
+    env = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    for name, code in (("org/small", 0), ("org/other", 2)):
+        words = [sys.executable, "-m", "rl3d", "plan", name, "--train", "tp2.dp2", "--gen", "tp1", "--json"]
+        done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code, done.stderr
+        assert json.loads(done.stdout)["model"] == "small" if code == 0 else "hf download org/other" in done.stderr
+
+
+def test_planning_needs_no_torch() -> None:
     _, heavy, seconds = probe("plan", "llama2-7b", "--train", "tp2.pp2.dp2.zero1", "--gen", "tp4", "--json")
-    assert heavy == "['numpy']"
+    assert heavy == "['numpy', 'pydantic']"
     assert seconds < 2.0  # half a second on an idle core
