@@ -1,10 +1,9 @@
-"""Sequences of different lengths into rows of about equal size, and values back out of them.
+"""Sequences of different lengths in one row, and values back out of it.
 
 A row holds whole sequences end to end. Positions restart with each of them and attention stays inside ``cu_seqlens``.
 A label is the next token of the same sequence, so the last token of a sequence has none.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
@@ -21,66 +20,6 @@ class TokenSequence(Protocol):
 
     prompt_ids: list[int]
     response_ids: list[int]
-
-
-def pack(lengths: Sequence[int], token_budget: int, pad_to_multiple: int = 1, at_least: int = 0) -> list[list[int]]:
-    """Distribute sequences over rows of at most ``token_budget`` tokens, padding included: first-fit decreasing.
-
-    A sequence is never split; one that is longer than the budget gets a row of its own. Deterministic: rows come
-    longest sequence first, the sequences in a row by index, so every rank computes the same rows.
-
-    Args:
-        lengths: tokens of each sequence.
-        token_budget: most tokens in one row.
-        pad_to_multiple: rows are padded to a multiple of this (tensor-parallel sharding of the sequence).
-        at_least: number of rows to make at least, for ranks that must run equally many micro-batches; rows with the
-            most sequences are divided, and when there are too few sequences empty rows are added.
-
-    Returns indices into ``lengths`` for each row. Raises ``ValueError`` for a budget or a length below 1.
-    """
-    if token_budget < 1 or pad_to_multiple < 1:
-        raise ValueError(f"token_budget={token_budget} and pad_to_multiple={pad_to_multiple} must be at least 1")
-    if any(length < 1 for length in lengths):
-        raise ValueError(f"sequence {min(range(len(lengths)), key=lengths.__getitem__)} is empty; leave it out")
-    capacity = max(token_budget // pad_to_multiple * pad_to_multiple, 1)
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fitting = next((row for row, free in enumerate(room) if free >= lengths[index]), None)
-        if fitting is None:
-            rows.append([index])
-            room.append(capacity - lengths[index])
-        else:
-            rows[fitting].append(index)
-            room[fitting] -= lengths[index]
-    while len(rows) < at_least:
-        fullest = max(range(len(rows)), key=lambda r: len(rows[r]), default=None)
-        if fullest is None or len(rows[fullest]) < 2:
-            rows.append([])
-            continue
-        divided = rows[fullest]
-        halves = split_for_dp([lengths[i] for i in divided], 2)
-        rows[fullest] = [divided[i] for i in halves[0]]
-        rows.append([divided[i] for i in halves[1]])
-    return [sorted(row) for row in rows]
-
-
-def split_for_dp(lengths: Sequence[int], dp: int) -> list[list[int]]:
-    """Share sequences among data-parallel ranks so that the tokens are balanced: longest first to the least loaded.
-
-    Deterministic. Numbers of sequences may differ; every rank gets at least one when there are enough. Returns
-    ascending indices into ``lengths`` for each rank. Raises ``ValueError`` for ``dp`` below 1.
-    """
-    if dp < 1:
-        raise ValueError(f"dp={dp} must be at least 1")
-    shares: list[list[int]] = [[] for _ in range(dp)]
-    # An empty share goes before any other, whatever the loads: no rank is left without work needlessly.
-    heap = [(False, 0, rank) for rank in range(dp)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        _, load, rank = heapq.heappop(heap)
-        shares[rank].append(index)
-        heapq.heappush(heap, (True, load + lengths[index], rank))
-    return [sorted(share) for share in shares]
 
 
 @dataclass

@@ -15,10 +15,12 @@ from torch import Tensor
 from rl3d.algorithms.aggregation import sample_weights
 from rl3d.algorithms.losses import kl_penalty, policy_loss
 from rl3d.config import PPOConfig
-from rl3d.data.packing import build_row, pack, scatter_values, split_for_dp
+from rl3d.data.balancing import pack_shares, seqlen_spread, split_for_dp
+from rl3d.data.packing import build_row, scatter_values
 from rl3d.engine.microbatch import MicroBatch
 from rl3d.engine.roles import ForwardRole
 from rl3d.engine.training import TrainingEngine
+from rl3d.estimate.flops import forward_flops
 
 
 @dataclass
@@ -59,6 +61,8 @@ class PolicyUpdate:
                  mini_batches: Sequence[Sequence[int]], temperature: float, cpu_group: Any):  # fmt: skip
         self.engine, self.config, self.temperature, self.cpu_group = engine, config, temperature, cpu_group
         self.device = next(engine.model.parameters()).device
+        self._lengths: list[int] = []
+        self._shares: list[list[int]] = [[] for _ in range(engine.groups.dp_size)]
         self._rows = [self._rows_of([samples[i] for i in indices]) for indices in mini_batches]
         groups = engine.groups
         # one rank of each data-parallel share speaks for its values: the last stage has them, TP ranks agree
@@ -67,13 +71,17 @@ class PolicyUpdate:
     # ---- building rows
 
     def _rows_of(self, samples: list[TrainSample]) -> list[MicroBatch]:
-        groups, config = self.engine.groups, self.config
+        groups, arch, config = self.engine.groups, self.engine.arch, self.config
         counts = torch.tensor([len(s.response_ids) if s.valid else 0 for s in samples])
         weights = sample_weights(counts, config.loss_aggregation)
-        mine = split_for_dp([s.length for s in samples], groups.dp_size)[groups.dp_rank]
-        # a rank without samples still has to take part in the step
-        bins = pack([samples[i].length for i in mine], config.micro_batch_tokens, at_least=1)
-        return [_micro_batch(samples, weights, [mine[i] for i in b]).to(self.device) for b in bins]
+        shares = split_for_dp([forward_flops(arch, [s.length], len(s.response_ids)) for s in samples], groups.dp_size)
+        rounds = groups.pp_size if groups.vpp > 1 else 1
+        rows = pack_shares([s.length for s in samples], shares, config.micro_batch_tokens,
+                           stages=groups.pp_size, rounds=rounds)[groups.dp_rank]  # fmt: skip
+        for whole, mine in zip(self._shares, shares, strict=True):
+            whole += [len(self._lengths) + i for i in mine]
+        self._lengths += [s.length for s in samples]
+        return [_micro_batch(samples, weights, row).to(self.device) for row in rows]
 
     # ---- the three passes
 
@@ -150,6 +158,7 @@ class PolicyUpdate:
                 on_step()
             history.append(self._metrics(result.collected, result.grad_norm, result.stepped, lr))
         out = {key: sum(h[key] for h in history) / len(history) for key in history[0]}
+        out |= seqlen_spread(self._lengths, self._shares)
         out["actor/lr"] = history[-1]["actor/lr"]
         out["actor/skipped_steps"] = sum(h["actor/skipped_steps"] for h in history)
         out["actor/log_ratio_max_first"] = history[0]["actor/log_ratio_max_first"]

@@ -5,53 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl3d.data.packing import IGNORE, build_row, pack, scatter_values, split_for_dp, unpack_values
+from rl3d.data.balancing import pack
+from rl3d.data.packing import IGNORE, build_row, scatter_values, unpack_values
 
 
 @dataclass
 class Pair:
     prompt_ids: list[int]
     response_ids: list[int]
-
-
-lengths_lists = st.lists(st.integers(1, 60), max_size=40)
-
-
-@settings(max_examples=60, deadline=None)
-@given(lengths_lists, st.integers(1, 50), st.sampled_from([1, 4, 8]), st.integers(0, 6))
-def test_every_sequence_is_in_one_row_and_rows_keep_the_budget(lengths, budget, multiple, at_least):
-    rows = pack(lengths, budget, multiple, at_least)
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert len(rows) >= at_least
-    for row in rows:
-        total = sum(lengths[i] for i in row)
-        padded = -(-total // multiple) * multiple
-        assert len(row) <= 1 or padded <= budget
-    assert rows == pack(lengths, budget, multiple, at_least)
-
-
-def test_first_fit_decreasing_fills_rows_and_leaves_giants_alone():
-    assert pack([3, 9, 5, 20, 7, 1], 10) == [[3], [1, 5], [0, 4], [2]]
-    # 2 x 5 tokens fit 10, but not when rows are padded to 8: 16 > 10
-    assert pack([5, 5], 10) == [[0, 1]] and pack([5, 5], 10, pad_to_multiple=8) == [[0], [1]]
-    assert pack([], 10) == [] and pack([], 10, at_least=1) == [[]]
-    assert pack([4, 4], 100, at_least=3) == [[0], [1], []]
-    with pytest.raises(ValueError, match="sequence 1 is empty"):
-        pack([4, 0], 100)
-    with pytest.raises(ValueError, match="token_budget=0"):
-        pack([4], 0)
-
-
-@settings(max_examples=60, deadline=None)
-@given(lengths_lists, st.integers(1, 8))
-def test_shares_are_balanced_and_no_rank_is_left_out(lengths, dp):
-    shares = split_for_dp(lengths, dp)
-    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
-    if len(lengths) >= dp:
-        assert all(shares)
-    loads = [sum(lengths[i] for i in share) for share in shares]
-    # longest-first leaves no two ranks further apart than one sequence
-    assert not lengths or max(loads) - min(loads) <= max(lengths)
 
 
 def test_no_label_crosses_from_one_sequence_to_the_next():
