@@ -6,14 +6,11 @@ from typing import Any
 import torch
 
 from rl3d.distributed import bootstrap
-from rl3d.distributed.groups import GroupRegistry, training_groups
-from rl3d.engine.training import TrainingEngine
-from rl3d.engine.zero import AdamSettings
-from rl3d.io import export_hf, import_hf
-from rl3d.layout import Mesh, TrainLayout
-from rl3d.models import Architecture
-from rl3d.models.build import build_model, canonical_parameters, model_chunks
+from rl3d.distributed.groups import GroupRegistry
+from rl3d.io import export_hf
+from rl3d.models.build import model_chunks
 from tests.engine.actor_checks import _generation, _life, _same_as_file
+from tests.engine.engines import build_engine
 from tests.engine.rank_checks import TEMPERATURE, packed
 from tests.reference import sequences
 
@@ -32,14 +29,8 @@ def main(runtime: Any, directory: str, cases: list[dict[str, Any]], actor: str) 
 def three_steps(runtime: Any, registry: GroupRegistry, root: Path, name: str, model: str, tied: bool, train: str,
                 dtype: str = "float32") -> dict[str, Any]:  # fmt: skip
     """Three optimiser steps over rows of different lengths, as many as it takes and not the same number everywhere."""
-    source, layout = root / model, TrainLayout.parse(train).resolve(runtime.world_size)
-    arch, precision = Architecture.from_hf(source), getattr(torch, dtype)
-    padded = arch.padded_vocab(4)
-    groups = training_groups(Mesh.of(layout, runtime.world_size), registry, layout.vpp)
-    module = build_model(arch, groups, padded_vocab=padded, dtype=precision, device=runtime.device)
-    import_hf(source, arch, padded, canonical_parameters(module, arch, groups), groups.tp_size, groups.tp_rank)
-    adam = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.01, max_grad_norm=0.5)
-    engine = TrainingEngine(module, arch, groups, stage=layout.zero, settings=adam, logprob_chunk=16)
+    built = build_engine(runtime, registry, root / model, train, dtype)
+    engine, groups = built.engine, built.groups
     norms, before = [], []
     for step in range(3):
         batch = sequences(step)
@@ -55,8 +46,8 @@ def three_steps(runtime: Any, registry: GroupRegistry, root: Path, name: str, mo
         if step == 0:
             before = [logprobs.tolist() for logprobs, _ in engine.logprobs(micro, TEMPERATURE)]
         norms.append(engine.train_step(micro, loss, TEMPERATURE).grad_norm)
-    export_hf(root / "out" / name, source, arch, padded, engine.weights, groups, torch.float32)
-    numbers = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in model_chunks(module)]
+    export_hf(root / "out" / name, built.source, built.arch, built.padded_vocab, engine.weights, groups, torch.float32)
+    numbers = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in model_chunks(built.model)]
     held: list[Any] = [None] * runtime.world_size
     torch.distributed.all_gather_object(held, (groups.pp_rank, groups.dp_rank, numbers, before), group=runtime.cpu_group)
     return {
