@@ -27,6 +27,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from rl3d.config import ConfigError, check, count_gpus, load_config, resolve
     from rl3d.distributed.environment import detect, is_launched
+    from rl3d.models.support import refuse_unsupported
 
     place = detect() if is_launched() else None
     if args.ranks:
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if place is None and cfg.layout.device == "cuda" and args.ranks and args.ranks > gpus:
         raise ConfigError(f"--ranks {args.ranks}: only {gpus} GPU{'s' * (gpus > 1)} here; lower it or add layout.device=cpu")
     hf_config = check(cfg)
+    refuse_unsupported(cfg, hf_config)
     if args.dry_run:
         if place is None or place.rank == 0:
             print(_summary(cfg, hf_config))

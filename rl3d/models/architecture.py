@@ -64,6 +64,7 @@ _FAMILIES: dict[str, _Family] = {
         {"hidden_act": "silu", "attention_bias": False}, {"rms_norm_eps": 1e-5}, qk_norm="projection", post_norm=True
     ),
 }
+_REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 _READ = {
     "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "vocab_size", "tie_word_embeddings", "rms_norm_eps", "max_position_embeddings",
@@ -146,6 +147,8 @@ class Architecture:
             raise UnsupportedModelError(f"model_type {name!r} is not supported; expected one of {sorted(_FAMILIES)}")
         family = _FAMILIES[name]
         config = {**family.defaults, **config}
+        if missing := [key for key in _REQUIRED if not isinstance(config.get(key), int)]:
+            raise UnsupportedModelError(f"{name}: the configuration does not say {', '.join(missing)}")
         _refuse_unknown(config, name)
         _refuse_sliding_window(config, name)
         heads, hidden = config["num_attention_heads"], config["hidden_size"]

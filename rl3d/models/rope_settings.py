@@ -73,7 +73,12 @@ def rope_settings(config: Mapping[str, Any], family: str, max_positions: int) ->
 
 def _one_for_all_layers(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The fields of ``rope_parameters`` (or ``rope_scaling``), equal for all layers."""
-    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if new and old and dict(new) != dict(old):
+        raise UnsupportedModelError(
+            f"{family}: rope_parameters = {dict(new)} and rope_scaling = {dict(old)} contradict each other; keep one"
+        )
+    found = dict(new or old)
     nested = {key: value for key, value in found.items() if isinstance(value, Mapping)}
     if not nested:
         return found

@@ -17,6 +17,7 @@ from rl3d.distributed import bootstrap, failures
 from rl3d.distributed.bootstrap import Runtime
 from rl3d.engine.actor import Actor
 from rl3d.engine.download import local_directory
+from rl3d.models.support import refuse_unsupported
 from rl3d.rewards.functions import resolve_reward
 from rl3d.rewards.runner import RewardRunner
 from rl3d.trainer import checkpoint
@@ -37,7 +38,7 @@ def resolve_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     from rl3d.distributed.environment import detect
 
     config = resolve(load_config(path, overrides), world_size=detect().world_size)
-    check(config)
+    refuse_unsupported(config, check(config))
     return config
 
 

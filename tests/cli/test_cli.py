@@ -1,5 +1,6 @@
 """The rl3d command as people meet it: quick help, clean errors, dry runs, the environment report."""
 
+import json
 import os
 import subprocess
 import sys
@@ -126,6 +127,23 @@ def test_dry_run(
     for text in ("tp2.pp2.dp1.zero1", "tp4, 1 copy of the model", "4 on cpu", "3 steps", "tiny:copy"):
         assert text in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_not_computed_stops_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What only the models' room knows, a family or a RoPE scaling, is refused by the command itself."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    for change, words in (
+        ({"model_type": "gemma3_text"}, ("model.path", "model_type 'gemma3_text' is not supported", "qwen3")),
+        ({"model_type": "llama", "rope_parameters": rope}, ("model.path", "'dynamic' is not supported", "longest sequence")),
+    ):
+        config = {**sizes, "vocab_size": 64, "max_position_embeddings": 128, **change}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert main(["train", TINY, "--dry-run", "model.random=null", f"model.path={tmp_path}"]) == 2
+        error = capsys.readouterr().err
+        assert all(word in error for word in words), error
 
 
 def test_started_rank_takes_the_world_from_its_environment(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rl3d import Actor
 from rl3d.distributed import bootstrap
 from rl3d.distributed.groups import GroupRegistry, ModelGroups, generation_groups, training_groups
 from rl3d.engine.microbatch import MicroBatch
@@ -16,7 +17,7 @@ from rl3d.generation.body import make_body
 from rl3d.generation.engine import Request, SamplingParams
 from rl3d.generation.megatron import MegatronGenerator
 from rl3d.io import export_hf, import_hf
-from rl3d.layout import GenMesh, Mesh
+from rl3d.layout import GenMesh, Mesh, TrainLayout
 from rl3d.models import Architecture
 from rl3d.models.build import build_model, canonical_parameters
 from tests.engine.rank_checks import TEMPERATURE, packed
@@ -26,18 +27,31 @@ PAD = 4  # every tensor-parallel size of the test divides it
 
 
 def main(runtime: Any, directory: str, out: str, prompts: list[list[int]], new_tokens: int,
-         generate: list[tuple[str, int]], train: list[tuple[str, int, int]]) -> dict[str, Any]:  # fmt: skip
-    """``generate``: (model, tp); ``train``: (model, tp, pp). Returns facts by "model-tp" and "model-tp.pp"."""
+         generate: dict[str, list[str]], train: list[tuple[str, str]], actors: list[tuple[str, str, str]],
+         ) -> dict[str, Any]:  # fmt: skip
+    """``generate``: tp -> models; ``train``: (model, layout); ``actors``: (model, layout, generation layout).
+
+    Returns facts by "model-tp", "model-layout" and "model-layout-gen"; logits and exports go to ``out``.
+    """
     bootstrap.init_deepspeed()
     registry = GroupRegistry(runtime.timeout_s)
-    world = runtime.world_size
-    facts: dict[str, Any] = {}
-    for name, tp in generate:
-        groups = generation_groups(GenMesh(tp, tuple(range(world))).groups(), registry)
-        facts[f"{name}-{tp}"] = generation(Path(directory) / name, groups, prompts, new_tokens, Path(out) / f"{name}-{tp}")
-    for name, tp, pp in train:
-        groups = training_groups(Mesh(tp, pp, world // tp // pp), registry)
-        facts[f"{name}-{tp}.{pp}"] = training(Path(directory) / name, groups, prompts, Path(out) / f"{name}-{tp}.{pp}")
+    root, facts = Path(directory), {}
+    for tp, names in generate.items():
+        replicas = GenMesh(int(tp), tuple(range(runtime.world_size))).groups()
+        groups = generation_groups(replicas, registry)
+        assert groups is not None
+        mine = {}
+        for name in names[groups.dp_rank :: groups.dp_size]:  # replicas share the models
+            mine[f"{name}-{tp}"] = generation(root / name, groups, prompts, new_tokens, Path(out) / f"{name}-{tp}")
+        everyone: list[Any] = [None] * runtime.world_size
+        dist.all_gather_object(everyone, mine)
+        for found in everyone:
+            for key, value in found.items():
+                assert facts.setdefault(key, value) == value, f"{key}: the ranks of a replica disagree"
+    for name, layout in train:
+        facts[f"{name}-{layout}"] = training(root / name, layout, registry, prompts, Path(out) / f"{name}-{layout}")
+    for name, layout, gen in actors:
+        facts[f"{name}-{layout}-{gen}"] = switching(root / name, layout, gen, prompts[0])
     return facts
 
 
@@ -57,9 +71,8 @@ def generation(source: Path, groups: ModelGroups, prompts: list[list[int]], new:
     generator = MegatronGenerator(model, groups.tp, arch.vocab_size, **settings)
     generator.weights_version = 0
     results = generator.generate([Request(p, SamplingParams(new, temperature=0.0)) for p in prompts])
-    kinds = {"auto", "megatron"}
     logits = {}
-    for kind in sorted(kinds):
+    for kind in ("auto", "megatron"):
         generator.cache.allocate()
         generator.context.plan_prefill(list(range(len(prompts))), [len(p) for p in prompts])
         body = make_body(model, generator.context, generator.group, kind)
@@ -67,22 +80,41 @@ def generation(source: Path, groups: ModelGroups, prompts: list[list[int]], new:
         parts = [torch.empty_like(mine) for _ in range(groups.tp_size)]
         dist.all_gather(parts, mine.contiguous(), group=groups.tp)
         logits[kind] = torch.cat(parts, -1)[:, : arch.vocab_size]
-    if dist.get_rank() == 0:
+    if groups.tp_rank == 0:
         torch.save(logits, out.with_suffix(".pt"))
     return {"tokens": [r.token_ids for r in results], "body": type(generator.body).__name__}
 
 
-def training(source: Path, groups: ModelGroups, prompts: list[list[int]], out: Path) -> dict[str, Any]:
+def training(source: Path, text: str, registry: GroupRegistry, prompts: list[list[int]], out: Path) -> dict[str, Any]:
     """Log-probabilities of every token; the weights exported untouched, then after three optimiser steps."""
+    layout = TrainLayout.parse(text).resolve(dist.get_world_size())
+    assert layout.dp is not None
+    groups = training_groups(Mesh(layout.tp, layout.pp, layout.dp), registry)
     model, arch, padded = _loaded(source, groups)
     adam = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.01, max_grad_norm=0.5)
-    engine = TrainingEngine(model, arch, groups, stage=1, settings=adam, logprob_chunk=64)
+    engine = TrainingEngine(model, arch, groups, stage=layout.zero, settings=adam, logprob_chunk=64)
+    flat = engine.zero.shards_weights
     facts: dict[str, Any] = {"logprobs": _every_logprob(engine, prompts)}
-    export_hf(out / "before", source, arch, padded, engine.weights, groups, torch.float32)
+    export_hf(out / "before", source, arch, padded, engine.weights, groups, torch.float32, flat_shards=flat)
     facts["norms"] = [_step(engine, groups, step) for step in range(3)]
-    export_hf(out / "after", source, arch, padded, engine.weights, groups, torch.float32)
+    export_hf(out / "after", source, arch, padded, engine.weights, groups, torch.float32, flat_shards=flat)
     facts["copies"] = _copies_gap(engine.weights, groups)
     return facts
+
+
+def switching(source: Path, layout: str, gen: str, prompt: list[int]) -> dict[str, Any]:
+    """An actor's round: rollout, update, and the moves in between, each proved by fingerprints."""
+    actor = Actor(source, train=layout, gen=gen, verify=True)
+    greedy = actor.rollout(torch.tensor([prompt, prompt[::-1]]), max_new_tokens=8, temperature=0.0, stop_token_ids=[])
+    metrics = actor.update(greedy.sequences, torch.tensor([1.0, 0.0]), greedy.logprobs, temperature=1.0)
+    before = actor.hybrid.generation_fingerprints()
+    actor.switch_to_generation()
+    after = actor.hybrid.generation_fingerprints()
+    actor.switch_to_training()
+    return {
+        "parameters": len(before), "changed": sum(a != b for a, b in zip(before.values(), after.values(), strict=True)),
+        "against_training": metrics["training/rollout_logprobs_diff_max"],
+    }  # fmt: skip
 
 
 def _every_logprob(engine: TrainingEngine, prompts: list[list[int]]) -> list[float]:

@@ -11,14 +11,14 @@ from tests.ranks import run_ranks
 from tests.reference import TINY, train_reference
 
 NEW = 16
-GENERATE = [(name, tp) for name in MODELS for tp in (1, 2, 4)]
 # everything that an update can get wrong in its own way: copies of a weight, more ranks than KV heads, fused tensors
 TRAIN = [
-    ("llama-mqa", 4, 1), ("llama-mqa", 2, 2), ("llama-linear", 4, 1), ("llama3", 2, 2), ("mistral", 1, 2),
-    ("qwen2", 2, 1), ("qwen2-tied", 4, 1), ("qwen3", 2, 1), ("qwen3", 1, 2), ("qwen3-yarn", 4, 1), ("phi3", 2, 2),
-    ("olmo2", 2, 2), ("olmo2", 4, 1),
+    ("llama-mqa", "tp4"), ("llama-mqa", "tp2.pp2"), ("llama-linear", "tp4"), ("llama3", "tp2.pp2"), ("mistral", "pp2"),
+    ("qwen2", "tp2"), ("qwen2-tied", "tp4"), ("qwen3", "tp2"), ("qwen3", "tp2.zero2"), ("qwen3-yarn", "tp4"),
+    ("phi3", "tp2.pp2"), ("olmo2", "tp2.pp2"), ("olmo2", "tp4"), ("olmo2", "tp2.zero3"),
 ]  # fmt: skip
-EVERY = [(name, tp, pp) for name in MODELS for tp, pp in ((2, 1), (1, 2), (4, 1), (2, 2)) if (name, tp, pp) not in TRAIN]
+ACTORS = [("qwen3-yarn", "tp2.pp2", "tp4"), ("olmo2", "pp2", "tp2")]
+EVERY = [(name, layout) for name in MODELS for layout in ("tp2", "pp2", "tp4", "tp2.pp2", "tp2.zero2", "tp2.zero3")]
 
 
 def prompts() -> list[list[int]]:
@@ -30,16 +30,13 @@ def prompts() -> list[list[int]]:
 PROMPTS = prompts()
 
 
-def run(root: Any, generate: Any, train: Any) -> dict[str, Any]:
-    for name in {case[0] for case in (*generate, *train)}:
+def run(root: Any, models: Any, train: Any, actors: Any) -> dict[str, Any]:
+    for name in {name for name, *_ in (*train, *actors)}.union(models):
         save(root, name)
     (root / "out").mkdir()
-    return run_ranks(
-        "tests.models.family_checks:main", 4,
-        {"directory": str(root), "out": str(root / "out"), "prompts": PROMPTS, "new_tokens": NEW, "generate": generate,
-         "train": train},
-        timeout=390,
-    )  # fmt: skip
+    arguments = {"directory": str(root), "out": str(root / "out"), "prompts": PROMPTS, "new_tokens": NEW,
+                 "generate": {tp: list(models) for tp in (1, 2, 4)}, "train": train, "actors": actors}  # fmt: skip
+    return run_ranks("tests.models.family_checks:main", 4, arguments, timeout=390)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def facts(root: Any) -> dict[str, Any]:
-    return run(root, GENERATE, TRAIN)
+    return run(root, MODELS, TRAIN, ACTORS)
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +100,8 @@ def _weights(directory: Any) -> dict[str, torch.Tensor]:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
 
 
-def check_training(root: Any, facts: Any, references: Any, trained: Any, case: tuple[str, int, int]) -> None:
-    name, tp, pp = case
-    label = f"{name}-{tp}.{pp}"
+def check_training(root: Any, facts: Any, references: Any, trained: Any, name: str, layout: str) -> None:
+    label = f"{name}-{layout}"
     right = [log_softmax(references[name], p)[:-1].gather(1, torch.tensor(p)[1:, None])[:, 0] for p in PROMPTS]
     assert torch.tensor(facts[label]["logprobs"]) == pytest.approx(torch.cat(right), abs=1e-5)
 
@@ -122,15 +118,30 @@ def check_training(root: Any, facts: Any, references: Any, trained: Any, case: t
     assert facts[label]["copies"] == 0.0
 
 
-@pytest.mark.parametrize("case", TRAIN, ids=str)
+@pytest.mark.parametrize(("name", "layout"), TRAIN)
 def test_three_steps_equal_transformers_and_adamw(
-    root: Any, facts: Any, references: Any, trained: Any, case: tuple[str, int, int]
+    root: Any, facts: Any, references: Any, trained: Any, name: str, layout: str
 ) -> None:
-    check_training(root, facts, references, trained, case)
+    check_training(root, facts, references, trained, name, layout)
+
+
+@pytest.mark.parametrize("case", ACTORS, ids="-".join)
+def test_switches_carry_every_parameter(facts: Any, case: tuple[str, str, str]) -> None:
+    check_switching(facts["-".join(case)])
+
+
+def check_switching(found: dict[str, Any]) -> None:
+    assert found["changed"] == found["parameters"], "an update changes every parameter"
+    assert found["against_training"] < 1e-5
 
 
 @pytest.mark.slow
-def test_three_steps_of_every_family_in_every_layout(tmp_path: Any, references: Any, trained: Any) -> None:
-    found = run(tmp_path, [], EVERY)
-    for case in EVERY:
-        check_training(tmp_path, found, references, trained, case)
+@pytest.mark.parametrize("half", [0, 1])
+def test_every_family_in_every_layout(tmp_path: Any, references: Any, trained: Any, half: int) -> None:
+    train = EVERY[half::2]
+    actors = [(name, "tp2.pp2", "tp2" if half else "tp4") for name in MODELS]
+    found = run(tmp_path, [], train, actors)
+    for name, layout in train:
+        check_training(tmp_path, found, references, trained, name, layout)
+    for case in actors:
+        check_switching(found["-".join(case)])
