@@ -3,5 +3,6 @@
 from rl3d.io.export_hf import export_hf
 from rl3d.io.hf_reader import CheckpointError, HFReader
 from rl3d.io.import_hf import import_hf
+from rl3d.io.random_reader import write_random_model
 
-__all__ = ["CheckpointError", "HFReader", "export_hf", "import_hf"]
+__all__ = ["CheckpointError", "HFReader", "export_hf", "import_hf", "write_random_model"]

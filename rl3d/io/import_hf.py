@@ -7,20 +7,26 @@ import torch
 from torch import Tensor
 
 from rl3d.io.hf_reader import CheckpointError, HFReader
+from rl3d.io.random_reader import RandomReader, is_random
 from rl3d.models import Architecture, MappedParameter, hf_shapes, mapped_parameters
 
 
 @torch.no_grad()
 def import_hf(directory: str | Path, arch: Architecture, padded_vocab: int, tensors: Mapping[str, Tensor],
               tp_size: int, tp_rank: int) -> None:  # fmt: skip
-    """Fill ``tensors`` (canonical name -> local shard, in place) from a Hugging Face directory.
+    """Fill ``tensors`` (canonical name -> local shard, in place) from a Hugging Face directory, or with random weights
+    where the directory says so (:mod:`rl3d.io.random_reader`).
 
     Rows that pad the vocabulary become zeros. Reads about 1/tp of each tensor and nothing of other stages.
 
     Raises:
         CheckpointError: tensors missing, unexpected, mis-shaped or not finite, before or while reading, by name.
     """
-    reader = HFReader(directory)
+    reader: HFReader | RandomReader
+    if is_random(directory):
+        reader = RandomReader(directory, next(iter(tensors.values())).device)
+    else:
+        reader = HFReader(directory)
     reader.check(hf_shapes(arch), tied_head="lm_head.weight" if arch.tied else None)
     mapped = {m.spec.name: m for m in mapped_parameters(arch, padded_vocab)}
     unknown = set(tensors) - set(mapped)
@@ -30,7 +36,7 @@ def import_hf(directory: str | Path, arch: Architecture, padded_vocab: int, tens
         read_shard(reader, mapped[name], tp_size, tp_rank, tensor)
 
 
-def read_shard(reader: HFReader, mapped: MappedParameter, tp_size: int, tp_rank: int, out: Tensor) -> None:
+def read_shard(reader: HFReader | RandomReader, mapped: MappedParameter, tp_size: int, tp_rank: int, out: Tensor) -> None:
     """Read one rank's shard of one parameter into ``out`` (local shape)."""
     spec = mapped.spec
     if tuple(out.shape) != spec.local_shape(tp_size):
