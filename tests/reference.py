@@ -72,23 +72,31 @@ def response_logprobs(model, tokens: Tensor, prompt: int, temperature: float = 1
 
 
 def train_reference(
-    tied: bool, steps: int = 3, temperature: float = 0.7, model=None, **changes: object
+    tied: bool, steps: int = 3, temperature: float = 0.7, model=None, dtype: torch.dtype = torch.float32, **changes: object
 ) -> tuple[dict, list[float]]:
-    """Single process, fp32, Hugging Face + torch AdamW: loss = -sum(weight * logprob) / tokens of the global batch.
+    """Single process, Hugging Face + torch AdamW: loss = -sum(weight * logprob) / tokens of the global batch.
 
-    ``model`` is trained in place; by default the tiny llama. Returns the final state dict and the gradient norm of each
-    step before clipping to 0.5.
+    ``model`` is trained in place; by default the tiny llama. In bfloat16 with fp32 master weights, and gradients that
+    are accumulated in fp32. Returns the final state dict and the gradient norm of each step before clipping to 0.5.
     """
-    model = hf_llama(tied, **changes) if model is None else model
+    model = (hf_llama(tied, **changes) if model is None else model).to(dtype)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.01)
+    masters = [p.detach().float().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.01)
     norms = []
     for step in range(steps):
         batch = sequences(step)
         total = sum(int((s.weight != 0).sum()) for s in batch)
-        optimizer.zero_grad()
+        for master in masters:
+            master.grad = torch.zeros_like(master)
         for s in batch:
             (-(response_logprobs(model, s.tokens, s.prompt, temperature) * s.weight).sum() / total).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            for master, p in zip(masters, model.parameters(), strict=True):
+                master.grad += p.grad
+                p.grad = None
+        norms.append(torch.nn.utils.clip_grad_norm_(masters, 0.5).item())
         optimizer.step()
-    return {k: v.detach().clone() for k, v in model.state_dict().items()}, norms
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+    return {k: v.detach().float().clone() for k, v in model.state_dict().items()}, norms

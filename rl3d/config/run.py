@@ -35,6 +35,8 @@ DEEPSPEED_OWNED = {
     "tensorboard": "trainer.loggers",
     "wandb": "trainer.loggers",
     "zero_optimization.stage": "layout.train, for example tp2.pp2.zero1",
+    **{f"zero_optimization.{key}": "layout.offload" for key in ("offload_optimizer", "offload_param", "cpu_offload")},
+    "managed_gradient_accumulation": "algorithm.micro_batch_tokens",
 }
 _FROM_MODEL = "the config.json of model.path (or model.random.config)"
 MEGATRON_OWNED = {
@@ -63,13 +65,12 @@ MEGATRON_OWNED = {
     "lr": "algorithm.lr",
     "deterministic_mode": "trainer.deterministic",
     "calculate_per_token_loss": "algorithm.loss_aggregation",
+    "sequence_parallel": "layout.sequence_parallel",
+    **{f"recompute_{key}": "layout.recompute" for key in ("granularity", "method", "num_layers", "modules")},
 }
 _NOT_YET = {
-    "deepspeed": ("zero_optimization.offload_optimizer", "zero_optimization.offload_param", "zero_optimization.cpu_offload"),
-    "megatron": (
-        *("sequence_parallel", "context_parallel_size", "expert_model_parallel_size", "num_moe_experts"),
-        *("mtp_num_layers", "recompute_granularity"),
-    ),
+    "deepspeed": (),
+    "megatron": ("context_parallel_size", "expert_model_parallel_size", "num_moe_experts", "mtp_num_layers"),
 }
 """Settings of the libraries that this release would compute wrongly, or not at all."""
 

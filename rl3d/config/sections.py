@@ -101,6 +101,20 @@ class LayoutConfig(Section):
         default="keep",
         description="drop: give the training weights' memory back during generation and rebuild them afterwards.",
     )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="With tp: outside attention and MLP, each tensor-parallel rank holds a part of the sequence; less "
+        "activation memory, the same numbers.",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="Activations computed again in the backward pass: those of core attention, or of each whole layer.",
+    )
+    offload: Literal["none", "optimizer", "params"] = Field(
+        default="none",
+        description="optimizer: fp32 weights and Adam moments live in host memory and the step runs there (zero1 to 3); "
+        "params: the weights rest there as well (zero3).",
+    )
     verify: Literal["off", "full"] = Field(
         default="off",
         description="full: compare weight fingerprints after each switch.",

@@ -84,11 +84,14 @@ def check(cfg: RunConfig) -> dict[str, Any]:
 def _layout_problems(cfg: RunConfig) -> list[Problem]:
     problems = []
     train = cfg.layout.train_layout
-    if (text := zero_problem(train)) is not None:
+    if (text := zero_problem(train, cfg.layout.offload)) is not None:
         problems.append(Problem("layout.train", text, str(train)))
     if train.zero == 3 and cfg.layout.training_copy == "drop":
         text = "zero3 keeps no whole training weights that could be dropped; use training_copy=keep"
         problems.append(Problem("layout.training_copy", text, "drop"))
+    if cfg.layout.sequence_parallel and train.tp == 1:
+        text = f"splits the sequence over tensor-parallel ranks, and layout.train = {train} has one; write tp2 or more"
+        problems.append(Problem("layout.sequence_parallel", text, True))
     responses = cfg.algorithm.mini_batch_size * cfg.rollout.n
     if train.dp is not None and responses % train.dp:
         problems.append(
@@ -102,8 +105,12 @@ def _layout_problems(cfg: RunConfig) -> list[Problem]:
     return problems
 
 
-def zero_problem(train: TrainLayout) -> str | None:
-    """Why this layout cannot be trained at its ZeRO stage; None when it can."""
+def zero_problem(train: TrainLayout, offload: str = "none") -> str | None:
+    """Why this layout cannot be trained at its ZeRO stage with this ``layout.offload``; None when it can."""
+    if offload != "none" and train.zero == 0:
+        return f"zero0 partitions nothing that offload={offload} could move; write zero1, zero2 or zero3"
+    if offload == "params" and train.zero != 3:
+        return f"offload=params moves weights that are sharded; write zero3 for zero{train.zero}, or offload=optimizer"
     if train.zero == 3 and train.pp > 1:
         return (
             "zero3 shards the weights of each layer over dp and gathers them in step with all ranks, which pipeline stages "

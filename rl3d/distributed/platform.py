@@ -37,6 +37,7 @@ _KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r'"is" with .* literal', SyntaxWarning),  # in a package that reasoning-gym imports, likewise
     (r"torch\.distributed\._all_gather_base is a private function", FutureWarning),
     (r"torch\.distributed\._reduce_scatter_base is a private function", FutureWarning),
+    (r"`torch\.distributed\.\w+` is deprecated. Please use", FutureWarning),  # in both libraries
 )
 
 

@@ -75,6 +75,11 @@ class Actor:
         staging_mib: cap on the staging memory of a switch, MiB per direction.
         verify: compare fingerprints of every parameter after each switch.
         training_copy: ``"keep"``, or ``"drop"`` to give the training weights' memory back during generation.
+        sequence_parallel: split the sequence over tensor-parallel ranks outside attention and MLP.
+        recompute: activations computed again in the backward pass: ``"none"``, ``"selective"`` (core attention) or
+            ``"full"`` (each layer).
+        offload: ``"none"``; ``"optimizer"``: optimiser state lives in host memory and the step runs there; ``"params"``:
+            the weights rest there as well (zero3).
         reference: keep a frozen copy of the initial weights for the KL penalty; by default when ``algorithm`` is given
             and asks for one. Without ``algorithm`` there is no penalty.
         reference_residency: ``"device"`` or ``"host"``.
@@ -92,7 +97,8 @@ class Actor:
                  gen: str | GenLayout = "tp1", order: str = "auto", dtype: str | torch.dtype = "auto",
                  device: str = "auto", use_flash_attention: bool = True, algorithm: PPOConfig | None = None,
                  max_sequence_length: int | None = None, max_sequences: int = 64, max_prefill_tokens: int = 8192,
-                 staging_mib: int = 48, verify: bool = False, training_copy: str = "keep", reference: bool | None = None,
+                 staging_mib: int = 48, verify: bool = False, training_copy: str = "keep", sequence_parallel: bool = False,
+                 recompute: str = "none", offload: str = "none", reference: bool | None = None,
                  reference_residency: str = "device", deepspeed: Mapping[str, Any] | None = None,
                  megatron: Mapping[str, Any] | None = None, seed: int = 0, timeout_s: float = 600):  # fmt: skip
         deepspeed, megatron = dict(deepspeed or {}), dict(megatron or {})
@@ -125,6 +131,9 @@ class Actor:
             staging_bytes=staging_mib << 20,
             verify=verify,
             training_copy=training_copy,
+            sequence_parallel=sequence_parallel,
+            recompute=recompute,
+            offload=offload,
             reference=reference,
             reference_residency=reference_residency,
             algorithm=self.algorithm,

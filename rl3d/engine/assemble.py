@@ -46,6 +46,9 @@ class ActorSettings:
     staging_bytes: int = 48 << 20
     verify: bool = False
     training_copy: str = "keep"
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    offload: str = "none"
     reference: bool = False
     reference_residency: str = "device"
     algorithm: PPOConfig = field(default_factory=PPOConfig)
@@ -77,10 +80,12 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     """
     arch = Architecture.from_hf(directory)
     train, gen, world = settings.train.resolve(runtime.world_size), settings.gen, runtime.world_size
-    if (problem := zero_problem(train)) is not None:
+    if (problem := zero_problem(train, settings.offload)) is not None:
         raise LayoutError(f"training layout {train}: {problem}")
     if train.zero == 3 and settings.training_copy == "drop":
         raise LayoutError(f"training layout {train}: zero3 has no whole weights to drop; use training_copy='keep'")
+    if settings.sequence_parallel and train.tp == 1:
+        raise LayoutError(f"training layout {train}: sequence_parallel splits the sequence over tp ranks; write tp2 or more")
     check_tensor_parallel(arch, train.tp, "layout.train")
     check_tensor_parallel(arch, gen.tp, "layout.gen")
     padded_vocab = arch.padded_vocab(train.tp, gen.tp)
@@ -102,7 +107,8 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     device, dtype = runtime.device, settings.dtype
 
     def build(where: ModelGroups, **options: Any) -> Any:
-        options |= {"use_flash_attention": settings.use_flash_attention, **settings.megatron}
+        options |= {"use_flash_attention": settings.use_flash_attention, "sequence_parallel": settings.sequence_parallel,
+                    "recompute": settings.recompute, **settings.megatron}  # fmt: skip
         return build_model(arch, where, padded_vocab=padded_vocab, dtype=dtype, device=device, **options)
 
     model = build(groups)
@@ -113,12 +119,12 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
         with torch.no_grad():
             for copy, original in zip(frozen.parameters(), model.parameters(), strict=True):
                 copy.copy_(original)
-        reference = ForwardRole(frozen, arch, groups, residency=settings.reference_residency,
+        reference = ForwardRole(frozen, arch, groups, residency=settings.reference_residency, sharded=train.zero == 3,
                                 logprob_chunk=settings.algorithm.logprob_chunk_tokens)  # fmt: skip
     algorithm = settings.algorithm
     adam = AdamSettings(algorithm.lr, algorithm.betas, algorithm.eps, algorithm.weight_decay, algorithm.max_grad_norm)
     engine = TrainingEngine(model, arch, groups, stage=train.zero, settings=adam, deepspeed=settings.deepspeed,
-                            logprob_chunk=algorithm.logprob_chunk_tokens)  # fmt: skip
+                            logprob_chunk=algorithm.logprob_chunk_tokens, offload=settings.offload)  # fmt: skip
 
     generator, gen_weights = None, {}
     if gen_groups is not None:

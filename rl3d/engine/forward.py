@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from rl3d.distributed.groups import ModelGroups
@@ -36,6 +38,8 @@ class Pipeline:
         self.model, self.groups = model, groups
         self.training_forward: Callable[..., Any] = model  # ZeRO stages that reduce within a step wrap a whole one
         self.vocab_size, self.logprob_chunk = vocab_size, logprob_chunk
+        self._sequence_parallel = bool(model.config.sequence_parallel)
+        self._row_multiple = groups.tp_size if self._sequence_parallel else 1
         self._collection = groups.pg_collection()
         self._messages = StageMessages(groups, model.config)
         # the loss is normalised over the global batch before it gets here: megatron-core must not divide again
@@ -48,10 +52,9 @@ class Pipeline:
         Every rank of a pipeline must pass the same micro-batches.
         """
         device = next(self.model.parameters()).device
-        rows = [b.to(device) for b in batches]
+        rows = [b.to(device).padded(self._row_multiple) for b in batches]
         if self.groups.vpp > 1:  # megatron-core interleaves rounds of pp micro-batches
-            length = self.groups.tp_size if self.model.config.sequence_parallel else 1
-            rows += [rows[0].empty(length)] * (-len(rows) % self.groups.pp_size)
+            rows += [rows[0].empty().padded(self._row_multiple)] * (-len(rows) % self.groups.pp_size)
 
         wrapped = self.groups.pp_size == 1 and not forward_only
 
@@ -83,10 +86,24 @@ class Pipeline:
             run = forward_backward_pipelining_with_interleaving
         return run(**arguments, p2p_communicator=self._messages)[: len(batches)]
 
+    def level(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """``batches`` and empty rows, as many as the data-parallel rank with the most has. Collective over dp."""
+        device = next(self.model.parameters()).device
+        most = torch.tensor(len(batches), device=device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.groups.dp)
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        template = batches[0] if batches else MicroBatch(zero, zero, (1,), zero[:0], zero[:0])
+        return [*batches, *[template.empty()] * (int(most) - len(batches))]
+
     def _last_stage(self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None,
                     context: tuple[MicroBatch, float], **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
         batch, temperature = context
         weight = output_weight if output_weight is not None else output_layer.weight
+        if self._sequence_parallel:
+            # what follows has the same gradient on all ranks: each takes its part of it
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.groups.tp
+            )
         return token_logprobs(
             hidden_states[:, 0].index_select(0, batch.select_N), weight, batch.labels_N, vocab_size=self.vocab_size,
             temperature=temperature, group=self.groups.tp, chunk=self.logprob_chunk,

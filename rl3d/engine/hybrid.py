@@ -80,6 +80,8 @@ class HybridEngine:
         self.version = 0  # of the training weights; each optimiser step makes a new one
         self.plan: Plan = build_plan(self.specs, source, target, staging_bytes=staging_bytes, nodes=nodes)
         self._to_generation = Resharder(self.plan, rank, group, train.weights, gen_weights, device)
+        if train.zero.rests_on_host:
+            self._to_generation.release()
         self._to_training: Resharder | None = None
         if training_copy == "drop":
             back = build_plan(self.specs, target, source, staging_bytes=staging_bytes, nodes=nodes)
@@ -152,7 +154,12 @@ class HybridEngine:
         return report
 
     def _move(self, resharder: Resharder, report: SwitchReport) -> None:
+        visiting = self.train.zero.rests_on_host and resharder is self._to_generation
+        if visiting:  # from the host for this move only
+            resharder.src = self.train.weights
         moved = resharder.run()
+        if visiting:
+            resharder.release()
         report.seconds["move"] = moved.seconds
         report.bytes_local, report.bytes_sent = moved.bytes_local, moved.bytes_sent
         report.bytes_received, report.staging_bytes = moved.bytes_received, moved.staging_bytes

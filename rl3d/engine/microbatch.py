@@ -3,7 +3,7 @@
 Shape legend: T tokens of the row, N tokens of it that are predicted (responses).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,16 @@ class MicroBatch:
         nothing = self.select_N[:0]
         values = {k: v[:0] for k, v in self.values.items()}
         return MicroBatch(tokens, torch.zeros_like(tokens), (1,) * length, nothing, nothing, values)
+
+    def padded(self, multiple: int) -> "MicroBatch":
+        """The same row, its length a multiple of ``multiple``: the tokens added are a sequence of their own, which nobody
+        attends to and which predicts nothing."""
+        missing = -self.tokens_T.numel() % multiple
+        if missing == 0:
+            return self
+        tokens = torch.nn.functional.pad(self.tokens_T, (0, missing))
+        positions = torch.cat([self.positions_T, torch.arange(missing, device=self.positions_T.device)])
+        return replace(self, tokens_T=tokens, positions_T=positions, lengths=(*self.lengths, missing))
 
     def boundaries(self) -> RowBoundaries:
         return RowBoundaries.of(self.lengths, self.tokens_T.device)

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl3d.distributed.groups import ModelGroups
@@ -35,16 +33,17 @@ class TrainingEngine:
         settings: optimiser.
         deepspeed: user's settings for DeepSpeed.
         logprob_chunk: tokens whose fp32 logits exist at a time.
+        offload: what lives in host memory; see :func:`rl3d.engine.zero.build_zero`.
     """
 
     def __init__(self, model: Any, arch: Architecture, groups: ModelGroups, *, stage: int, settings: AdamSettings,
-                 deepspeed: dict[str, Any] | None = None, logprob_chunk: int = 1024):  # fmt: skip
+                 deepspeed: dict[str, Any] | None = None, logprob_chunk: int = 1024, offload: str = "none"):  # fmt: skip
         self.model, self.arch, self.groups = model, arch, groups
         self._tied_copy = arch.tied and groups.pp_size > 1 and (groups.is_first_stage or groups.is_last_stage)
         if self._tied_copy and groups.is_last_stage:
             # both ends hold the tied embedding; the gradient norm must count it once
             model.shared_embedding_or_output_weight().ds_pipe_replicated = True
-        self.zero = build_zero(model, groups, stage, settings, deepspeed)
+        self.zero = build_zero(model, groups, stage, settings, deepspeed, offload)
         self.pipeline = Pipeline(model, groups, arch.vocab_size, logprob_chunk)
         self.pipeline.training_forward = self.zero.forward
         model.config.finalize_model_grads_func = self._finalize
@@ -52,22 +51,14 @@ class TrainingEngine:
     @property
     def weights(self) -> dict[str, Tensor]:
         """Canonical name -> this rank's shard, in memory that stays where it is: the tensor-parallel shard as the forward
-        pass reads it, or at ZeRO stage 3 this rank's flat part of it."""
+        pass reads it, or at ZeRO stage 3 this rank's flat part of it. Weights that rest on the host are copied."""
         named = canonical_parameters(self.model, self.arch, self.groups)
-        return {name: self.zero.shard(parameter) for name, parameter in named.items()}
+        return {name: self.zero.shard(parameter).to(self.zero.device) for name, parameter in named.items()}
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[tuple[Tensor, Tensor]]:
         """See :meth:`Pipeline.logprobs`. Collective over data parallelism at ZeRO stage 3."""
-        rows = self._level(batches) if self.zero.shards_weights else batches
+        rows = self.pipeline.level(batches) if self.zero.shards_weights else batches
         return self.pipeline.logprobs(rows, temperature)[: len(batches)]
-
-    def _level(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """``batches`` and empty rows, as many as the data-parallel rank with the most has."""
-        most = torch.tensor(len(batches), device=self.zero.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.groups.dp)
-        rows = list(batches)
-        model = rows[0] if rows else _nothing(self.zero.device)
-        return rows + [model.empty()] * (int(most) - len(rows))
 
     def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction, temperature: float) -> StepResult:
         """Forward and backward over ``batches``, then one optimiser step. Collective over the whole layout.
@@ -87,7 +78,7 @@ class TrainingEngine:
             value, collected = loss(logprobs, entropy, batch)
             return value * scale, collected
 
-        rows = self._level(batches) if self.zero.level else batches
+        rows = self.pipeline.level(batches) if self.zero.level else batches
         self.model.train()
         with self.zero.accumulating():
             collected = self.pipeline.run(rows, scaled, temperature, forward_only=False)
@@ -98,8 +89,3 @@ class TrainingEngine:
         """Called by megatron-core's schedule after the last backward pass, before ZeRO's reduction over dp: what
         ``megatron.core.distributed.finalize_model_grads`` does besides that reduction."""
         self.zero.finish_gradients(self.model.shared_embedding_or_output_weight() if self._tied_copy else None)
-
-
-def _nothing(device: torch.device) -> MicroBatch:
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return MicroBatch(zero, zero, (1,), zero[:0], zero[:0])

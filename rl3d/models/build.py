@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import _MODEL_PARALLEL_RNG_TRACKER_NAME
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -131,7 +134,7 @@ def transformer_config(arch: Architecture, groups: ModelGroups, dtype: torch.dty
 
 def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, dtype: torch.dtype,
                 device: torch.device, mode: str = "train", self_attention: type | None = None,
-                use_flash_attention: bool = True,
+                use_flash_attention: bool = True, sequence_parallel: bool = False, recompute: str = "none",
                 **overrides: Any) -> PackedGPTModel | InterleavedStage:  # fmt: skip
     """This rank's part of the model, with unset weights. Collective over ``groups`` when the embedding is tied.
 
@@ -139,6 +142,10 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
         mode: ``"train"`` (gradients on) or ``"generate"`` (evaluation mode, gradients off).
         self_attention: class to use for self attention in place of megatron-core's; the generation engine's hook.
         use_flash_attention: take the variable-length flash kernel where there is one.
+        sequence_parallel: outside attention and MLP each tensor-parallel rank holds a part of the sequence. Rows must
+            then divide by tp. In ``"train"`` mode only.
+        recompute: activations that the backward pass computes again: ``"none"``, ``"selective"`` (core attention) or
+            ``"full"`` (each layer from its input). In ``"train"`` mode only.
         overrides: megatron-core settings of the user.
 
     Raises:
@@ -147,6 +154,8 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
     """
     check_tensor_parallel(arch, groups.tp_size, "layout.train" if mode == "train" else "layout.gen")
     chunks = stage_chunks(arch.num_layers, groups.pp_size, groups.vpp)[groups.pp_rank]
+    if mode == "train":
+        overrides = {**_activation_memory(sequence_parallel, recompute), **overrides}
     config = transformer_config(arch, groups, dtype, device, **overrides)
     config.use_flash_attention = use_flash_attention  # read by PackedAttention
     layer, scaled = layer_spec(arch, groups, self_attention), scaled_frequencies(arch, device)
@@ -180,6 +189,28 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
     if mode == "generate":
         model.eval().requires_grad_(False)
     return model
+
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def _activation_memory(sequence_parallel: bool, recompute: str) -> dict[str, Any]:
+    """megatron-core's settings for what is kept of the forward pass."""
+    if recompute not in _RECOMPUTE:
+        raise ValueError(f"recompute = {recompute!r}: expected one of {', '.join(_RECOMPUTE)}")
+    if sequence_parallel:
+        # what megatron-core makes with its global groups, and wants without them as well: a buffer to gather into, and a
+        # random state for dropout that differs between ranks (there is no dropout here)
+        if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+            parallel_state._set_global_memory_buffer()
+        tracker = get_cuda_rng_tracker()
+        if _MODEL_PARALLEL_RNG_TRACKER_NAME not in tracker.get_states():
+            tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, 0)
+    return {"sequence_parallel": sequence_parallel, **_RECOMPUTE[recompute]}
 
 
 def canonical_parameters(model: torch.nn.Module, arch: Architecture, groups: ModelGroups) -> dict[str, torch.nn.Parameter]:

@@ -90,6 +90,10 @@ class Resharder:
             transport=self.transport.name,
         )
 
+    def release(self) -> None:
+        """Let go of the source tensors; set ``src`` anew before the next :meth:`run`."""
+        self.src, self._program, self._addresses = {}, None, ()
+
     def _bind(self) -> None:
         """Check the tensors, and make new views if one of them moved on any rank. One small collective."""
         problems = find_problems(self.plan, self.rank, self.src, self.dst, self.device)

@@ -70,6 +70,9 @@ CASES = [
     (["algorithm.kl_coef=0.1", "algorithm.reference=none"], ["algorithm.reference = 'none'", "kl_coef"]),
     # keys of the libraries that have a name of ours
     ("deepspeed.zero_optimization.stage=2", ["deepspeed.zero_optimization.stage = 2", "layout.train"]),
+    ("deepspeed.zero_optimization.offload_optimizer.device=cpu", ["deepspeed.zero_optimization", "layout.offload"]),
+    ("megatron.sequence_parallel=true", ["megatron.sequence_parallel = True", "layout.sequence_parallel"]),
+    ("megatron.recompute_granularity=full", ["megatron.recompute_granularity = 'full'", "layout.recompute"]),
     ("deepspeed.train_batch_size=8", ["deepspeed.train_batch_size = 8", "algorithm.batch_size"]),
     ("deepspeed.gradient_clipping=1.0", ["deepspeed.gradient_clipping", "algorithm.max_grad_norm"]),
     ("deepspeed.fp16.enabled=true", ["deepspeed.fp16.enabled", "model.dtype"]),
@@ -84,6 +87,9 @@ CASES = [
     ("layout.train=tp3.pp1", ["layout.train = 'tp3.pp1'", "4 ranks do not divide by tp x pp = 3"]),
     ("layout.train=tp1.pp1.dp3", ["layout.train", "needs tp x pp x dp = 3 ranks", "there are 4"]),
     ("layout.train=tp2.pp2.zero3", ["layout.train = 'tp2.pp2.dp1.zero3'", "zero1 with pp=2"]),
+    (["layout.train=tp2.zero0", "layout.offload=optimizer"], ["layout.train", "offload=optimizer", "zero1"]),
+    (["layout.train=tp2.zero2", "layout.offload=params"], ["layout.train", "zero3 for zero2"]),
+    (["layout.train=pp4", "layout.sequence_parallel=true"], ["layout.sequence_parallel = True", "tp2 or more"]),
     (["layout.train=tp2.zero3", "layout.training_copy=drop"], ["layout.training_copy = 'drop'", "training_copy=keep"]),
     ("layout.train=tp2.pp2.zero4", ["layout.train", "zero4 does not exist"]),
     ("layout.device=cuda", ["layout.device = 'cuda'", "no usable GPU", "check-env"]),
@@ -207,9 +213,8 @@ def test_standalone_algorithm() -> None:
 @pytest.mark.parametrize(
     ("section", "values"),
     [
-        ("megatron", {"sequence_parallel": True}),
-        ("megatron", {"recompute_granularity": "full"}),
-        ("deepspeed", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+        ("megatron", {"context_parallel_size": 2}),
+        ("megatron", {"num_moe_experts": 8}),
     ],
 )
 def test_settings_that_would_train_wrongly_are_refused(section, values):

@@ -16,6 +16,11 @@ from rl3d.utils import enable_switch_profiling, switch_report
 from tests.reference import sequences
 
 NEW_TOKENS = 10
+SHARDED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tp2.pp1.zero2", {"sequence_parallel": True, "recompute": "full", "offload": "optimizer"}),
+    ("tp2.pp1.zero3", {"sequence_parallel": True, "recompute": "selective"}),
+    ("tp1.pp1.zero3", {"offload": "params", "reference_residency": "host"}),
+)
 
 
 def prompts() -> torch.Tensor:
@@ -34,11 +39,14 @@ def main(runtime: Any, directory: str, train: str = "tp2.pp2.zero1", gens: tuple
         for gen in gens:
             facts["generations"].append(_generation(root, tied, train, gen))
     facts["life"] = [_life(root, tied, train, gens[-1], copy) for tied, copy in ((True, "keep"), (False, "drop"))]
-    # gradients sharded, weights sharded; what the training engine holds is flat parts at stage 3
-    for sharded in ("tp2.pp1.zero2", "tp2.pp1.zero3", "tp1.pp1.zero3"):
-        facts["generations"].append(_generation(root, True, sharded, "tp4"))
-        facts["life"].append(_life(root, False, sharded, "tp4", "keep"))
-    facts["resumed"] = {layout: _resume(root / "tied", layout) for layout in ("tp2.pp1.zero2", "tp2.pp1.zero3")}
+    # gradients sharded, weights sharded: what the training engine holds is flat parts at stage 3
+    for layout, memory in SHARDED:
+        facts["generations"].append(_generation(root, True, layout, "tp4", **memory))
+        facts["life"].append(_life(root, False, layout, "tp4", "keep", **memory))
+    facts["resumed"] = [
+        _resume(root / "tied", layout, offload)
+        for layout, offload in (("tp2.pp1.zero2", "optimizer"), ("tp2.pp1.zero3", "none"), ("tp1.pp1.zero3", "params"))
+    ]
     facts["file"] = _same_as_file(root / "tied", train)
     facts["splits"] = [
         _one_update(root / "tied", layout, tokens, mode)
@@ -47,8 +55,11 @@ def main(runtime: Any, directory: str, train: str = "tp2.pp2.zero1", gens: tuple
         for tokens in (16, 4096)
     ]
     # two valid samples for four data-parallel ranks: some have nothing to learn from, and none may hang
-    facts["few"] = [_one_update(root / "tied", "tp1.pp1.zero1", 4096, "token-mean", count=2, dtype=dtype)
-                    for dtype in ("float32", "bfloat16")]  # fmt: skip
+    facts["few"] = [
+        _one_update(root / "tied", layout, 16, "token-mean", count=2, dtype=dtype)
+        for layout, dtype in (("tp1.pp1.zero1", "float32"), ("tp1.pp1.zero2", "float32"), ("tp1.pp1.zero3", "float32"),
+                              ("tp1.pp1.zero1", "bfloat16"))
+    ]  # fmt: skip
     return facts
 
 
@@ -66,9 +77,9 @@ def _one_update(directory: Path, train: str, micro_batch_tokens: int, mode: str,
     return {"train": train, "tokens": micro_batch_tokens, "mode": mode, **metrics}
 
 
-def _generation(root: Path, tied: bool, train: str, gen: str) -> dict[str, Any]:
+def _generation(root: Path, tied: bool, train: str, gen: str, **memory: Any) -> dict[str, Any]:
     """Greedy and sampled responses in one generation layout, with the training engine's log-probabilities."""
-    actor = Actor(root / ("tied" if tied else "untied"), train=train, gen=gen, seed=11)
+    actor = Actor(root / ("tied" if tied else "untied"), train=train, gen=gen, seed=11, **memory)
     ids = prompts()
     actor.switch_to_generation()
     greedy = actor.generate(ids, max_new_tokens=NEW_TOKENS, temperature=0.0, stop_token_ids=[])
@@ -87,11 +98,11 @@ def _generation(root: Path, tied: bool, train: str, gen: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _life(root: Path, tied: bool, train: str, gen: str, copy: str) -> dict[str, Any]:
+def _life(root: Path, tied: bool, train: str, gen: str, copy: str, **memory: Any) -> dict[str, Any]:
     """Round trips, an update, a switch on rank 0 alone, an export, and calls in the wrong mode."""
     config = PPOConfig(batch_size=8, mini_batch_size=4, lr=1e-3, kl_coef=0.1)
     actor = Actor(root / ("tied" if tied else "untied"), train=train, gen=gen, training_copy=copy,
-                  algorithm=config, reference=True)  # fmt: skip
+                  algorithm=config, reference=True, **memory)  # fmt: skip
     before = actor.hybrid.training_fingerprints()
     enable_switch_profiling()
     trips = []
@@ -125,7 +136,7 @@ def _life(root: Path, tied: bool, train: str, gen: str, copy: str) -> dict[str, 
     }  # fmt: skip
 
 
-def _resume(directory: Path, train: str) -> list[str]:
+def _resume(directory: Path, train: str, offload: str) -> list[str]:
     """Two updates, against one update, a state taken there, and the second in a new actor that loads it."""
     config = PPOConfig(batch_size=8, kl_coef=0.0, lr=1e-3)
     samples = [TrainSample(s.tokens[: s.prompt].tolist(), s.tokens[s.prompt :].tolist(), (-1.0) ** i)
@@ -134,7 +145,7 @@ def _resume(directory: Path, train: str) -> list[str]:
     def learn(actor: Actor) -> None:
         actor.learn(samples, [range(8)], 1.0, lambda: 1e-3)
 
-    through, resumed = (Actor(directory, train=train, gen="tp2", algorithm=config) for _ in range(2))
+    through, resumed = (Actor(directory, train=train, gen="tp2", algorithm=config, offload=offload) for _ in range(2))
     learn(through)
     state = through.parts.train.zero.state_dict()
     learn(through)

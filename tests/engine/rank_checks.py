@@ -92,26 +92,39 @@ class Case:
     tied: bool = False
     dtype: str = "float32"
     packed: bool = True
+    sp: bool = False
+    recompute: str = "none"
+    offload: str = "none"
+    model: str = "llama"
+
+    @property
+    def source(self) -> str:
+        """Directory of the model."""
+        return self.model if self.model != "llama" else "tied" if self.tied else "untied"
 
     @property
     def name(self) -> str:
-        parts = [f"tp{self.tp}.pp{self.pp}.zero{self.zero}", "tied" if self.tied else "untied", self.dtype]
-        return "-".join([*parts, *([] if self.packed else ["padded"])])
+        parts = [f"tp{self.tp}.pp{self.pp}.zero{self.zero}", self.source, self.dtype]
+        parts += ["padded"] * (not self.packed) + ["sp"] * self.sp + [self.recompute] * (self.recompute != "none")
+        parts += [self.offload] * (self.offload != "none")
+        return "-".join(parts)
 
 
 def _train(runtime: Any, registry: GroupRegistry, root: Path, case: Case) -> dict[str, Any]:
-    source = root / ("tied" if case.tied else "untied")
+    source = root / case.source
     arch, dtype = Architecture.from_hf(source), getattr(torch, case.dtype)
     padded = arch.padded_vocab(4)
     groups = training_groups(Mesh(case.tp, case.pp, runtime.world_size // case.tp // case.pp), registry)
-    model = build_model(arch, groups, padded_vocab=padded, dtype=dtype, device=runtime.device)
+    model = build_model(arch, groups, padded_vocab=padded, dtype=dtype, device=runtime.device,
+                        sequence_parallel=case.sp, recompute=case.recompute)  # fmt: skip
     import_hf(source, arch, padded, canonical_parameters(model, arch, groups), case.tp, groups.tp_rank)
     adam = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.01, max_grad_norm=0.5)
     # a threshold of 0: at stage 3 the small parameters are sharded, too
     deepspeed = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": BUCKET}}
-    engine = TrainingEngine(model, arch, groups, stage=case.zero, settings=adam, deepspeed=deepspeed, logprob_chunk=16)
-    numel = sum(torch.Size(s.local_shape(case.tp)).numel() for s in parameter_specs(arch, padded)
-                if s.name in engine.weights)  # fmt: skip
+    engine = TrainingEngine(model, arch, groups, stage=case.zero, settings=adam, deepspeed=deepspeed, logprob_chunk=16,
+                            offload=case.offload)  # fmt: skip
+    held = engine.weights
+    sizes = [torch.Size(s.local_shape(case.tp)).numel() for s in parameter_specs(arch, padded) if s.name in held]
     engine.zero.watch_gradients()
     norms = []
     for step in range(3):
@@ -129,13 +142,16 @@ def _train(runtime: Any, registry: GroupRegistry, root: Path, case: Case) -> dic
         norms.append(engine.train_step(micro, loss, TEMPERATURE).grad_norm)
     out = root / "out" / case.name
     export_hf(out, source, arch, padded, engine.weights, groups, torch.float32, flat_shards=engine.zero.shards_weights)
-    expected, expected_norms = torch.load(root / f"{'tied' if case.tied else 'untied'}.pt")
-    worst, l2 = _compare(_read(out), expected) if runtime.rank == 0 else (0.0, 0.0)
+    expected, expected_norms = torch.load(root / f"{source.name}-{case.dtype}.pt")
+    worst = l2 = moved = 0.0
+    if runtime.rank == 0:
+        worst, l2 = _compare(_read(out), expected)
+        _, moved = _compare(_read(source), expected)
     return {
-        "name": case.name, "tied": case.tied, "dtype": case.dtype, "error": worst, "l2": l2,
+        "name": case.name, "tied": case.tied, "dtype": case.dtype, "error": worst, "l2": l2, "moved": moved,
         "norm_error": max(abs(a - b) / b for a, b in zip(norms, expected_norms, strict=True)),
         "replicas": 0.0 if engine.zero.shards_weights else _replica_gap(engine.weights, arch, groups, registry, runtime),
-        "gradient_bytes": engine.zero.peak_gradient_bytes, "parameters": numel,
+        "gradient_bytes": engine.zero.peak_gradient_bytes, "parameters": sum(sizes), "largest": max(sizes),
     }  # fmt: skip
 
 

@@ -34,27 +34,30 @@ def stage_run(stage: int, pp: int, bf16: bool) -> tuple[int, str]:
 
 
 def build_zero(model: torch.nn.Module, groups: ModelGroups, stage: int, settings: AdamSettings,
-               overrides: dict[str, Any] | None = None) -> ZeroEngine:  # fmt: skip
+               overrides: dict[str, Any] | None = None, offload: str = "none") -> ZeroEngine:  # fmt: skip
     """Put ``model`` under ZeRO. Collective over all ranks.
 
     Args:
         stage: ZeRO stage asked for; :func:`stage_run` says which one runs.
         overrides: the user's ``deepspeed:`` section, merged over ours.
+        offload: ``"none"``; ``"optimizer"``: master weights and moments live in host memory and the step runs there;
+            ``"params"``: the weights rest there as well (stage 3).
 
     Raises:
-        ValueError: stage 3 with pipeline stages.
+        ValueError: stage 3 with pipeline stages, or an ``offload`` that the stage has nothing for.
     """
-    if (problem := zero_problem(TrainLayout(groups.tp_size, groups.pp_size, groups.dp_size, stage))) is not None:
+    if (problem := zero_problem(TrainLayout(groups.tp_size, groups.pp_size, groups.dp_size, stage), offload)) is not None:
         raise ValueError(problem)
     parameters = [p for p in model.parameters() if p.requires_grad]
     bf16 = parameters[0].dtype == torch.bfloat16
     stage, _ = stage_run(stage, groups.pp_size, bf16)
-    config = _merge(_config(settings, stage, bf16, sum(p.numel() for p in parameters)), overrides or {})
+    numel = sum(p.numel() for p in parameters)
+    config = _merge(_config(settings, stage, bf16, numel, offload, parameters[0].is_cuda), overrides or {})
     kinds = (ReplicatedEngine, WholeGradientsEngine, ScatteredGradientsEngine, ShardedEngine)
     return kinds[stage](model, groups, settings, config)
 
 
-def _config(settings: AdamSettings, stage: int, bf16: bool, numel: int) -> dict[str, Any]:
+def _config(settings: AdamSettings, stage: int, bf16: bool, numel: int, offload: str, pin: bool) -> dict[str, Any]:
     bucket = min(numel, 50_000_000)  # elements; DeepSpeed's default of 500M would stage 2 GB in fp32
     zero: dict[str, Any] = {
         "stage": stage, "overlap_comm": False, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket,
@@ -72,6 +75,11 @@ def _config(settings: AdamSettings, stage: int, bf16: bool, numel: int) -> dict[
     if stage == 3:
         zero["stage3_prefetch_bucket_size"] = bucket
         zero["stage3_param_persistence_threshold"] = 10_000  # norms and biases stay whole
+    if offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
+        config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW, which needs no compiler
+    if offload == "params":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
     if bf16:
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}

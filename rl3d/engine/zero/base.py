@@ -47,8 +47,6 @@ class ZeroEngine(ABC):
     shards_weights = False
 
     def __init__(self, model: torch.nn.Module, groups: ModelGroups, settings: AdamSettings, config: dict[str, Any]):
-        import deepspeed
-
         self.module, self.groups, self.settings = model, groups, settings
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
@@ -61,13 +59,7 @@ class ZeroEngine(ABC):
             self.parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay,
             fused=True,
         )  # fmt: skip
-        # DeepSpeed takes LOCAL_RANK for the device, which it is not where each rank sees one GPU, or ranks share one
-        index = self.device.index if self.device.type == "cuda" else int(os.environ.get("LOCAL_RANK", 0))
-        with _local_rank(index):
-            self.engine, *_ = deepspeed.initialize(
-                args=SimpleNamespace(device_rank=index), model=model, optimizer=optimizer, mpu=ModelParallelUnit(groups),
-                config=config, dist_init_required=False,
-            )  # fmt: skip
+        self.engine = start_deepspeed(model, groups, config, optimizer)
         self.optimizer: Any = self.engine.optimizer
 
     # ---- one step
@@ -128,6 +120,11 @@ class ZeroEngine(ABC):
     def shard(self, parameter: Parameter) -> Tensor:
         """What this rank holds of the weights of a parameter between steps: all of it, or a flat part (stage 3)."""
         return parameter.data
+
+    @property
+    def rests_on_host(self) -> bool:
+        """Whether the weights are in host memory between passes."""
+        return False
 
     @abstractmethod
     def flat_weights(self) -> list[Tensor]:
@@ -203,6 +200,21 @@ class ZeroEngine(ABC):
     @abstractmethod
     def _weights_from_masters(self) -> None:
         """Write the module's weights from the master weights. Collective over dp."""
+
+
+def start_deepspeed(model: torch.nn.Module, groups: ModelGroups, config: dict[str, Any], optimizer: Any) -> Any:
+    """DeepSpeed's engine for ``model``. Collective over all ranks."""
+    import deepspeed
+
+    device = next(model.parameters()).device
+    # DeepSpeed takes LOCAL_RANK for the device, which it is not where each rank sees one GPU, or ranks share one
+    index = device.index if device.type == "cuda" else int(os.environ.get("LOCAL_RANK", 0))
+    with _local_rank(index):
+        engine, *_ = deepspeed.initialize(
+            args=SimpleNamespace(device_rank=index), model=model, optimizer=optimizer, mpu=ModelParallelUnit(groups),
+            config=config, dist_init_required=False,
+        )  # fmt: skip
+    return engine
 
 
 @contextlib.contextmanager

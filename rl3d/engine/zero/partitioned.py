@@ -1,7 +1,7 @@
 """Stages 1 and 2: whole weights on every rank; master weights, moments and (stage 2) gradients are partitioned.
 
-Two optimisers of DeepSpeed: ``DeepSpeedZeroOptimizer``, and at stage 1 in bf16 without offload ``BF16_Optimizer``, which
-keeps whole gradients in fp32.
+Two optimisers of DeepSpeed: ``DeepSpeedZeroOptimizer``, and at stage 1 in bf16 without offload ``BF16_Optimizer``. Both
+accumulate gradients in fp32.
 """
 
 import contextlib

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rl3d.engine.zero.base import ZeroEngine
+from rl3d.distributed.groups import ModelGroups
+from rl3d.engine.zero.base import ZeroEngine, start_deepspeed
 
 
 class ShardedEngine(ZeroEngine):
@@ -45,6 +46,11 @@ class ShardedEngine(ZeroEngine):
         """See :meth:`ZeroEngine.shard`."""
         return parameter.ds_tensor.data  # type: ignore[attr-defined]
 
+    @property
+    def rests_on_host(self) -> bool:
+        """See :attr:`ZeroEngine.rests_on_host`."""
+        return bool(self.optimizer.offload_param)
+
     def flat_weights(self) -> list[Tensor]:
         """See :meth:`ZeroEngine.flat_weights`."""
         return list(self.optimizer.fp16_partitioned_groups_flat)
@@ -62,3 +68,24 @@ class ShardedEngine(ZeroEngine):
             for parameter in kept:
                 parameter.partition()
             kept[0].all_gather(kept)
+
+
+def shard_frozen(model: torch.nn.Module, groups: ModelGroups, on_host: bool) -> Any:
+    """Cut the weights of a model that only runs forward over data parallelism, as stage 3 does; its forward passes gather
+    them module by module, so all ranks must run the same number. Collective over all ranks.
+
+    Args:
+        on_host: the parts rest in host memory.
+
+    Returns:
+        DeepSpeed's engine, to be kept: the model's hooks go with it.
+    """
+
+    parameters = list(model.parameters())
+    pin = parameters[0].is_cuda
+    zero: dict[str, Any] = {"stage": 3, "overlap_comm": False}
+    if on_host:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": zero,
+              "bf16": {"enabled": parameters[0].dtype == torch.bfloat16}}  # fmt: skip
+    return start_deepspeed(model, groups, config, None)
