@@ -136,8 +136,8 @@ def certify(
 def _least_received(traffic: Traffic, size: int) -> Ints:
     """What each rank wants minus what it holds."""
     least = np.zeros(size, np.int64)
-    for cls, (holders, takers) in enumerate(zip(traffic.holders, traffic.takers, strict=True)):
-        least[takers[~np.isin(takers, holders)]] += traffic.boxes.class_bytes[cls]
+    for lacking, amount in zip(traffic.lacking, traffic.boxes.class_bytes.tolist(), strict=True):
+        least[lacking] += amount
     return least
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rl3d.layout import GenLayout, LayoutError, Mesh, ParamSpec, ShardLayout, TrainLayout, count_layers
 from rl3d.layout.parallel import AXES
 from rl3d.reshard.assignment import assign_slots
-from rl3d.reshard.boxes import Ints
+from rl3d.reshard.boxes import Ints, distinct
 from rl3d.reshard.traffic import find_traffic
 
 Order = tuple[str, ...]
@@ -42,16 +42,12 @@ class MeshChoice(NamedTuple):
 
     def gen_groups(self, tp: int, world_size: int) -> tuple[tuple[int, ...], ...]:
         """Generation groups; with a stride, rank ``r`` takes slot ``r // gen_stride % tp``."""
-        return self.groups or _strided(range(world_size), tp, self.gen_stride)
+        return self.groups or _tuples(_strided(np.arange(world_size), tp, self.gen_stride))
 
 
-def _strided(ranks: Sequence[int], tp: int, stride: int) -> tuple[tuple[int, ...], ...]:
-    block = stride * tp
-    return tuple(
-        tuple(ranks[i] for i in range(start + offset, start + block, stride))
-        for start in range(0, len(ranks), block)
-        for offset in range(stride)
-    )
+def _strided(ranks: Ints, tp: int, stride: int) -> Ints:
+    """One group a line."""
+    return ranks.reshape(-1, tp, stride).transpose(0, 2, 1).reshape(-1, tp)
 
 
 def choose_mesh_order(
@@ -106,30 +102,32 @@ def mesh_choices(
     node_of = np.arange(world_size) // (gpus_per_node or max(world_size, 1))
     strides = [n for n in range(1, replicas + 1) if replicas % n == 0]
     found: list[MeshChoice] = []
-    seen: set[bytes] = set()
+    meshes = {}
     for order in _orders(resolved) if orders is None else orders:
         mesh = Mesh.of(resolved, world_size, tuple(order))
         place = prices.places(mesh)
-        if place.tobytes() in seen and orders is None:
+        meshes.setdefault(place.tobytes(), (mesh, place, _train_span(mesh, node_of)))
+    # A wider group than need be cannot win.
+    narrow = max(min(span for *_, span in meshes.values()), -(-gen.tp // (gpus_per_node or world_size)))
+    for mesh, place, span in meshes.values():
+        if span > narrow:
             continue
-        seen.add(place.tobytes())
-        span = _train_span(mesh, node_of)
         cost = prices.need[None, :] - prices.overlap[place[taking]]
 
-        def add(slots: Ints, stride: int, groups: tuple[tuple[int, ...], ...], *, where=(mesh, place, span, cost)) -> None:
+        def add(slots: Ints, stride: int, groups: Ints, *, where=(mesh, place, span, cost)) -> None:
             mesh, place, span, cost = where
             received = cost[np.arange(len(taking)), slots]
             widest = max(span, _span(groups, node_of))
             enters = prices.ingress(place, node_of, taking, slots)
-            kept = groups if stride == 0 or ranks is not None else ()
+            kept = _tuples(groups) if stride == 0 or ranks is not None else ()
             found.append(
                 MeshChoice(widest, enters, int(received.max()), float(received.mean()), len(found), mesh.order, stride, kept)
             )
 
         for stride in strides:
-            add(np.arange(len(taking)) // stride % gen.tp, stride, _strided(taking.tolist(), gen.tp, stride))
+            add(np.arange(len(taking)) // stride % gen.tp, stride, _strided(taking, gen.tp, stride))
         least = int(cost.min(axis=1).max(initial=0))
-        if min(c.received_max for c in found[-len(strides) :]) > least:
+        if min(c.received_max for c in found) > least:
             slots = assign_slots(cost, _block(len(taking), gen.tp, gpus_per_node), gen.tp)
             if slots is not None:
                 add(slots, 0, _groups(taking, slots, gen.tp))
@@ -155,11 +153,16 @@ def _train_span(mesh: Mesh, node_of: Ints) -> int:
     for axis, size, stride, _ in mesh.digits:
         if axis == "tp":
             first -= position // stride % size * stride
-    return int(np.unique(np.unique(first * (len(node_of) + 1) + node_of) // (len(node_of) + 1), return_counts=True)[1].max())
+    touched = distinct(first * mesh.world_size + node_of)
+    return int(np.bincount(touched // mesh.world_size).max())
 
 
-def _span(groups: Sequence[Sequence[int]], node_of: Ints) -> int:
-    table = np.sort(node_of[np.array(groups)], axis=1)
+def _tuples(groups: Ints) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, groups.tolist()))
+
+
+def _span(groups: Ints, node_of: Ints) -> int:
+    table = np.sort(node_of[groups], axis=1)
     return int((np.diff(table, axis=1) > 0).sum(axis=1).max(initial=0)) + 1
 
 
@@ -174,9 +177,9 @@ def _block(count: int, tp: int, per_node: int | None) -> int:
     return best
 
 
-def _groups(ranks: Ints, slots: Ints, tp: int) -> tuple[tuple[int, ...], ...]:
+def _groups(ranks: Ints, slots: Ints, tp: int) -> Ints:
     """The n-th rank of each slot makes the n-th group: rising, because no slot runs ahead of the one below it."""
-    return tuple(zip(*(ranks[slots == slot].tolist() for slot in range(tp)), strict=True))
+    return np.stack([ranks[slots == slot] for slot in range(tp)], axis=1)
 
 
 class _Prices:
@@ -203,11 +206,12 @@ class _Prices:
         times = np.array(list(counts.values()), np.int64)[boxes.entry_param]
         total = np.concatenate([[0], np.cumsum(boxes.entry_bytes * times)])
         self.weight = np.diff(total[boxes.pointer])
-        self.holders = _membership(traffic.holders, canonical.world_size)
-        self.takers = _membership(traffic.takers, tp_gen)
+        self._holds = _membership(traffic.holders, canonical.world_size)
+        self._takes = _membership(traffic.takers, tp_gen)
         # float64 adds whole numbers exactly up to 2**53
-        self.need = (self.takers * self.weight[:, None]).sum(0).astype(np.int64)
-        self.overlap = ((self.holders * self.weight[:, None]).T @ self.takers).astype(np.int64)
+        weighted = self._takes * self.weight[:, None].astype(np.float64)
+        self.need = weighted.sum(0).astype(np.int64)
+        self.overlap = (self._holds.T.astype(np.float64) @ weighted).astype(np.int64)
 
     def places(self, mesh: Mesh) -> Ints:
         """Row of :attr:`overlap` of every rank of a mesh."""
@@ -221,21 +225,24 @@ class _Prices:
     def ingress(self, place: Ints, node_of: Ints, taking: Ints, slots: Ints) -> int:
         """Bytes that must enter the busiest node: wanted by a rank on it, held by none."""
         nodes = int(node_of[-1]) + 1
-        if nodes == 1 or len(self.weight) * self.holders.shape[1] * nodes > 1 << 27:
+        if nodes == 1:
             return 0
-        has = np.zeros((nodes, self.holders.shape[1]), np.float32)
-        has[node_of, place] = 1
-        wants = np.zeros((nodes, self.takers.shape[1]), np.float32)
-        wants[node_of[taking], slots] = 1
-        signature, which = np.unique(np.concatenate([has, wants], 1), axis=0, return_inverse=True)
-        del which
-        has, wants = np.split(signature, [self.holders.shape[1]], axis=1)
-        enters = (has @ self.holders.T.astype(np.float32) == 0) & (wants @ self.takers.T.astype(np.float32) > 0)
-        return int((enters * self.weight.astype(np.float64)).sum(1).max())
+        begin = np.searchsorted(node_of, np.arange(nodes + 1))
+        among = np.searchsorted(node_of[taking], np.arange(nodes + 1))
+        alike: dict[tuple[bytes, bytes], int] = {}
+        for node in range(nodes):
+            here, asked = place[begin[node] : begin[node + 1]], slots[among[node] : among[node + 1]]
+            alike[here.tobytes(), asked.tobytes()] = node
+        most = 0
+        for node in alike.values():
+            held = self._holds[:, place[begin[node] : begin[node + 1]]].any(1)
+            wanted = self._takes[:, slots[among[node] : among[node + 1]]].any(1)
+            most = max(most, int(self.weight[wanted & ~held].sum()))
+        return most
 
 
-def _membership(groups: Sequence[Ints], size: int) -> NDArray[np.float64]:
-    out = np.zeros((len(groups), size))
+def _membership(groups: Sequence[Ints], size: int) -> NDArray[np.bool_]:
+    out = np.zeros((len(groups), size), bool)
     for line, ranks in enumerate(groups):
-        out[line, ranks] = 1
+        out[line, ranks] = True
     return out

@@ -64,7 +64,7 @@ def build_plan(
 
 def _kept(traffic: Traffic) -> Segments:
     """What ranks take from themselves."""
-    both = [h[np.isin(h, t)] for h, t in zip(traffic.holders, traffic.takers, strict=True)]
+    both = traffic.keeping
     cls = np.repeat(np.arange(len(both)), [len(b) for b in both])
     rank = np.concatenate(both).astype(np.int32) if both else np.zeros(0, np.int32)
     none = np.zeros(len(cls), np.int64)

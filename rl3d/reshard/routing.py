@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rl3d.reshard.boxes import Ints
+from rl3d.reshard.boxes import Ints, distinct
 from rl3d.reshard.flow import spread
 from rl3d.reshard.traffic import Traffic
 
@@ -51,33 +51,81 @@ class Levels:
     sender: int
 
 
-@dataclass
 class _Builder:
-    """Pieces under construction."""
+    """Pieces under construction: arrays of them, and small ones one by one."""
 
-    columns: list[tuple[Ints, ...]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._columns: list[tuple[Ints, Ints, Ints, Ints, Ints, NDArray[np.bool_]]] = []
+        self._single: list[tuple[int, int, int, int, bool]] = []
 
     def add(self, src: Ints, dst: Ints, cls: int, start: Ints, stop: Ints, relay: bool = False) -> None:
-        size = len(src)
-        if size:
-            self.columns.append((src, dst, np.full(size, cls), start, stop, np.full(size, relay)))
+        if len(src):
+            self._columns.append((src, dst, np.full(len(src), cls), start, stop, np.full(len(src), relay)))
+
+    def add_whole(self, src: int, dst: int, cls: int, size: int, relay: bool = False) -> None:
+        """A whole class of ``size`` bytes."""
+        self._single.append((src, dst, cls, size, relay))
 
     def finish(self) -> Pieces:
-        if not self.columns:
+        if self._single:
+            table = np.array(self._single, np.int64)
+            src, dst, cls, size, relay = (np.ascontiguousarray(c) for c in table.T)
+            self._columns.append((src, dst, cls, np.zeros_like(size), size, relay > 0))
+        if not self._columns:
             empty = np.zeros(0, np.int64)
             return Pieces(empty, empty, empty, empty, empty, np.zeros(0, np.bool_))
-        return Pieces(*(np.concatenate(c) for c in zip(*self.columns, strict=True)))
+        return Pieces(*(np.concatenate(c) for c in zip(*self._columns, strict=True)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Want:
-    """Ranks of one node that lack a class, and where it can come from."""
+    """Ranks of one node that lack a class, and who can give it to them; ``outside`` when that is nobody of the node.
+
+    Such a class enters the node: ``source[i]`` sends the bytes from ``cuts[i]`` to ``cuts[i + 1]``.
+    """
 
     cls: int
     node: int
     takers: Ints
     holders: Ints
     outside: bool
+    cuts: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    source: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True)
+class _Lone:
+    """Ranks that lack a class which nobody on their node holds or else wants: they get it and that is all."""
+
+    cls: int
+    takers: Ints
+    holders: Ints
+
+
+class _Parts(NamedTuple):
+    """Equal needs cut among senders: need ``need[i]`` gets bytes ``start[i]`` to ``stop[i]`` from ``source[i]``."""
+
+    need: Ints
+    start: Ints
+    stop: Ints
+    source: Ints
+
+
+class _Loads:
+    """Bytes that every rank sends so far."""
+
+    def __init__(self, ranks: int) -> None:
+        self.sent = [0] * ranks
+
+    def add(self, quota: dict[int, int]) -> None:
+        for sender, amount in quota.items():
+            self.sent[sender] += amount
+
+    def least(self, senders: Sequence[int], amount: int, near: int) -> int:
+        """The least busy sender gets ``amount`` more; among equals the one nearest by rank, so that partners stay."""
+        best = min(senders, key=lambda s: (self.sent[s], abs(s - near), s))
+        self.sent[best] += amount
+        return best
 
 
 def route(traffic: Traffic, nodes: Ints) -> tuple[Pieces, Levels]:
@@ -87,172 +135,156 @@ def route(traffic: Traffic, nodes: Ints) -> tuple[Pieces, Levels]:
         traffic: classes with their holders and takers.
         nodes: node of each global rank.
     """
-    wants = _find_wants(traffic, nodes)
     size = traffic.boxes.class_bytes
-    total = [(int(size[w.cls]) * len(w.takers), w) for w in wants]
-    sender = _blind_level(total, traffic)
-    crossing = [w for w in wants if w.outside]
+    wants, lone = _find_wants(traffic, nodes)
+    amounts = [(len(lacking) * int(w), tuple(h.tolist())) for lacking, w, h in zip(traffic.lacking, size, traffic.holders)]
+    sender = spread([demand for demand in amounts if demand[0]]).level
     ingress = np.zeros(int(nodes.max(initial=0)) + 1, np.int64)
-    for want in crossing:
-        ingress[want.node] += size[want.cls]
+    for alone in lone:
+        ingress[nodes[alone.takers]] += size[alone.cls]
+    for want in wants:
+        if want.outside:
+            ingress[want.node] += size[want.cls]
     out = _Builder()
-    enter, between = _enter(crossing, traffic)
+    between = _enter([w for w in wants if w.outside], lone, traffic, len(nodes), out)
     inside = 0
     by_node: dict[int, list[_Want]] = {}
     for want in wants:
         by_node.setdefault(want.node, []).append(want)
+    loads = _Loads(len(nodes))
     for mine in by_node.values():
-        inside = max(inside, _serve(mine, enter, traffic, out))
+        inside = max(inside, _serve(mine, traffic, loads, out))
     return out.finish(), Levels(tuple(ingress.tolist()), between, inside, sender)
 
 
-def _find_wants(traffic: Traffic, nodes: Ints) -> list[_Want]:
-    wants = []
-    for cls, (holders, takers) in enumerate(zip(traffic.holders, traffic.takers, strict=True)):
-        lacking = takers[~np.isin(takers, holders)]
+def _find_wants(traffic: Traffic, nodes: Ints) -> tuple[list[_Want], list[_Lone]]:
+    wants, lone = [], []
+    for cls, (holders, lacking) in enumerate(zip(traffic.holders, traffic.lacking, strict=True)):
         if not len(lacking):
             continue
         where, at = nodes[lacking], nodes[holders]
         order = np.argsort(where, kind="stable")
         lacking, where = lacking[order], where[order]
-        cuts = np.flatnonzero(np.diff(where)) + 1
-        have = set(at.tolist())
-        for group in np.split(lacking, cuts):
-            node = int(nodes[group[0]])
-            if node in have:
-                wants.append(_Want(cls, node, group, holders[at == node], False))
-            else:
-                wants.append(_Want(cls, node, group, holders, True))
-    return wants
+        heads = np.flatnonzero(np.concatenate([[True], where[1:] != where[:-1]]))
+        counts = np.diff(np.concatenate([heads, [len(where)]]))
+        has = np.zeros(int(nodes.max()) + 1, bool)
+        has[at] = True
+        alone = (counts == 1) & ~has[where[heads]]
+        if alone.any():
+            lone.append(_Lone(cls, lacking[heads[alone]], holders))
+        for head, count in zip(heads[~alone].tolist(), counts[~alone].tolist(), strict=True):
+            node = int(where[head])
+            group = lacking[head : head + count]
+            inside = bool(has[node])
+            wants.append(_Want(cls, node, group, holders[at == node] if inside else holders, not inside))
+    return wants, lone
 
 
-def _blind_level(total: Sequence[tuple[int, _Want]], traffic: Traffic) -> int:
-    amounts: dict[int, int] = {}
-    for amount, want in total:
-        amounts[want.cls] = amounts.get(want.cls, 0) + amount
-    return spread([(a, tuple(traffic.holders[c].tolist())) for c, a in amounts.items()]).level
-
-
-def _enter(crossing: list[_Want], traffic: Traffic) -> tuple[dict[tuple[int, int], tuple[Ints, Ints]], int]:
-    """For each class and node that it enters: cut points of the class and the sender of each part between them."""
+def _enter(crossing: list[_Want], lone: list[_Lone], traffic: Traffic, ranks: int, out: _Builder) -> int:
+    """Senders of everything that enters a node; returns the least possible load of the busiest of them."""
     size = traffic.boxes.class_bytes
-    by_class: dict[int, list[_Want]] = {}
+    groups: dict[int, tuple[Ints, list[_Want]]] = {}
+    none = np.zeros(0, np.int64)
+    for alone in lone:
+        groups[alone.cls] = (alone.takers, [])
     for want in crossing:
-        by_class.setdefault(want.cls, []).append(want)
-    classes = list(by_class)
-    demands = [(int(size[c]) * len(by_class[c]), tuple(traffic.holders[c].tolist())) for c in classes]
+        groups.setdefault(want.cls, (none, []))[1].append(want)
+    demands = [
+        (int(size[c]) * (len(takers) + len(wants)), tuple(traffic.holders[c].tolist()))
+        for c, (takers, wants) in groups.items()
+    ]
     level, quotas = spread(demands)
-    found: dict[tuple[int, int], tuple[Ints, Ints]] = {}
-    load: dict[int, int] = {}
+    loads = _Loads(ranks)
     later = []
-    for cls, (_, senders), quota in zip(classes, demands, quotas, strict=True):
+    for (cls, (takers, wants)), (_, senders), quota in zip(groups.items(), demands, quotas, strict=True):
         if len(senders) > 1 and size[cls] * SMALL < level:
-            later.append(cls)
+            later.append((cls, senders))
             continue
-        for sender, mine in quota.items():
-            load[sender] = load.get(sender, 0) + mine
-        parts = _pair(len(by_class[cls]), int(size[cls]), quota, cls, traffic, level)
-        for want, (cuts, source) in zip(by_class[cls], parts, strict=True):
-            found[cls, want.node] = (cuts, source)
-    for cls in later:
-        for want in by_class[cls]:
-            source = _least(traffic.holders[cls], load, int(size[cls]), want.takers)
-            found[cls, want.node] = (np.array([0, size[cls]]), np.array([source]))
-    return found, level
-
-
-def _least(holders: Ints, load: dict[int, int], amount: int, near: Ints) -> int:
-    """The least busy of ``holders``; among equals the one nearest by rank, so that partners stay the same."""
-    goal = int(near[0])
-    best = min(holders.tolist(), key=lambda h: (load.get(h, 0), abs(h - goal), h))
-    load[best] = load.get(best, 0) + amount
-    return best
-
-
-def _pair(count: int, size: int, quota: dict[int, int], cls: int, traffic: Traffic, level: int) -> list[tuple[Ints, Ints]]:
-    """Lay ``count`` equal needs end to end beside the senders' quotas: (cut points, senders) of each need."""
-    senders = np.array([s for s in sorted(quota) if quota[s]], np.int64)
-    ends = np.cumsum([quota[s] for s in senders.tolist()])
-    at = np.unique(np.concatenate([ends, np.arange(1, count + 1) * size]))
-    which = np.searchsorted(ends, at)
-    need = (at - 1) // size
-    # A sender may miss its quota by a row at each cut, so rows are kept whole where that is little.
-    inside = traffic.boxes.round_down(np.full(len(at), cls), at - need * size, level // 2048)
-    out = []
-    for index in range(count):
-        mine = slice(*np.searchsorted(need, [index, index + 1]))
-        cuts = np.concatenate([np.zeros(1, np.int64), inside[mine]])
-        keep = np.diff(cuts) > 0
-        out.append((np.concatenate([cuts[:1], cuts[1:][keep]]), senders[which[mine][keep]]))
-    return out
-
-
-def _serve(wants: list[_Want], enter: dict, traffic: Traffic, out: _Builder) -> int:
-    """Everything that the ranks of one node get; returns the least possible load of its busiest sender inside."""
-    size = traffic.boxes.class_bytes
-    demands, asked = [], []
-    for want in wants:
-        members = want.takers if want.outside else want.holders
-        times = len(want.takers) - want.outside
-        if want.outside and not times:
-            cuts, source = enter[want.cls, want.node]
-            out.add(source, np.repeat(want.takers, len(source)), want.cls, cuts[:-1], cuts[1:])
-            continue
-        demands.append((int(size[want.cls]) * times, tuple(members.tolist())))
-        asked.append(want)
-    level, quotas = spread(demands)
-    load: dict[int, int] = {}
-    later = []
-    for want, (amount, senders), quota in zip(asked, demands, quotas, strict=True):
-        if len(senders) > 1 and (amount if want.outside else size[want.cls]) * SMALL < level:
-            later.append(want)
-            continue
-        for sender, mine in quota.items():
-            load[sender] = load.get(sender, 0) + mine
-        if want.outside:
-            times = len(want.takers) - 1
-            ((cuts, relay),) = _pair(1, int(size[want.cls]) * times, quota, want.cls, _Scaled(traffic, times), level)
-            _relay(want, cuts // times, relay, *enter[want.cls, want.node], out)
-        else:
-            for taker, (cuts, source) in zip(
-                want.takers.tolist(),
-                _pair(len(want.takers), int(size[want.cls]), quota, want.cls, traffic, level),
-                strict=True,
-            ):
-                out.add(source, np.full(len(source), taker), want.cls, cuts[:-1], cuts[1:])
-    for want in later:
-        amount, cls = int(size[want.cls]), want.cls
-        whole = np.array([0, amount])
-        if want.outside:
-            relay = _least(want.takers, load, amount * (len(want.takers) - 1), want.takers)
-            _relay(want, whole, np.array([relay]), *enter[cls, want.node], out)
-        else:
-            for taker in want.takers.tolist():
-                source = _least(want.holders, load, amount, np.array([taker]))
-                out.add(np.array([source]), np.array([taker]), cls, whole[:1], whole[1:])
+        loads.add(quota)
+        # Needs lie beside senders by rank, so that neighbours serve neighbours.
+        first = np.concatenate([takers, np.array([w.takers[0] for w in wants], np.int64)])
+        order = np.argsort(first, kind="stable")
+        parts = _pair(len(first), int(size[cls]), quota, cls, traffic, level)
+        which = order[parts.need]
+        mine = which < len(takers)
+        out.add(parts.source[mine], takers[which[mine]], cls, parts.start[mine], parts.stop[mine])
+        for index, want in enumerate(wants):
+            here = which == len(takers) + index
+            want.cuts, want.source = np.concatenate([parts.start[here], parts.stop[here][-1:]]), parts.source[here]
+    for cls, senders in later:
+        takers, wants = groups[cls]
+        amount = int(size[cls])
+        for taker in takers.tolist():
+            out.add_whole(loads.least(senders, amount, taker), taker, cls, amount)
+        for want in wants:
+            want.cuts = np.array([0, amount])
+            want.source = np.array([loads.least(senders, amount, int(want.takers[0]))])
     return level
 
 
-class _Scaled:
-    """A class whose relays send each byte ``times`` times: positions are stretched by that much."""
+def _pair(count: int, size: int, quota: dict[int, int], cls: int, traffic: Traffic, level: int, times: int = 1) -> _Parts:
+    """Lay ``count`` equal needs end to end beside the senders' quotas, and cut where either ends.
 
-    def __init__(self, traffic: Traffic, times: int) -> None:
-        self._traffic, self._times = traffic, times
+    With ``times``, every byte of the class counts that often.
+    """
+    senders = np.array([s for s in sorted(quota) if quota[s]], np.int64)
+    ends = np.cumsum([quota[s] for s in senders.tolist()])
+    whole = size * times
+    at = distinct(np.concatenate([ends, np.arange(1, count + 1) * whole]))
+    which = np.searchsorted(ends, at)
+    need = (at - 1) // whole
+    # A sender may miss its quota by a row at each cut, so rows are kept whole where that is little.
+    stop = traffic.boxes.round_down(np.full(len(at), cls), (at - need * whole) // times, level // (2048 * times))
+    fresh = np.concatenate([[True], need[1:] != need[:-1]])
+    start = np.where(fresh, 0, np.concatenate([[0], stop[:-1]]))
+    keep = stop > start
+    return _Parts(need[keep], start[keep], stop[keep], senders[which[keep]])
 
-    @property
-    def boxes(self) -> "_Scaled":
-        return self
 
-    def round_down(self, cls: Ints, at: Ints, limit: int) -> Ints:
-        return self._traffic.boxes.round_down(cls, at // self._times, limit) * self._times
+def _serve(wants: list[_Want], traffic: Traffic, loads: _Loads, out: _Builder) -> int:
+    """Everything that the ranks of one node give each other; returns the least possible load of the busiest."""
+    size = traffic.boxes.class_bytes
+    demands: list[tuple[int, tuple[int, ...]]] = []
+    for want in wants:
+        members = want.takers if want.outside else want.holders
+        demands.append((int(size[want.cls]) * (len(want.takers) - want.outside), tuple(members.tolist())))
+    level, quotas = spread(demands)
+    later = []
+    for want, (amount, senders), quota in zip(wants, demands, quotas, strict=True):
+        if len(senders) > 1 and (amount if want.outside else int(size[want.cls])) * SMALL < level:
+            later.append((want, senders))
+            continue
+        loads.add(quota)
+        if want.outside:
+            times = len(want.takers) - 1
+            _relay(want, _pair(1, int(size[want.cls]), quota, want.cls, traffic, level, times), out)
+        else:
+            parts = _pair(len(want.takers), int(size[want.cls]), quota, want.cls, traffic, level)
+            out.add(parts.source, want.takers[parts.need], want.cls, parts.start, parts.stop)
+    for want, senders in later:
+        amount, cls, takers = int(size[want.cls]), want.cls, want.takers.tolist()
+        if not want.outside:
+            for taker in takers:
+                out.add_whole(loads.least(senders, amount, taker), taker, cls, amount)
+            continue
+        relay = loads.least(senders, amount * (len(takers) - 1), int(want.source[0]))
+        if len(want.source) == 1:
+            out.add_whole(int(want.source[0]), relay, cls, amount)
+            for other in takers:
+                if other != relay:
+                    out.add_whole(relay, other, cls, amount, True)
+        else:
+            zero = np.zeros(1, np.int64)
+            _relay(want, _Parts(zero, zero, zero + amount, zero + relay), out)
+    return level
 
 
-def _relay(want: _Want, cuts: Ints, relay: Ints, entry_cuts: Ints, source: Ints, out: _Builder) -> None:
+def _relay(want: _Want, parts: _Parts, out: _Builder) -> None:
     """Each part enters at its relay, from whoever sends it there, and goes on to the others of the node."""
-    points = np.union1d(cuts, entry_cuts)
+    points = distinct(np.concatenate([want.cuts, parts.start, parts.stop[-1:]]))
     start, stop = points[:-1], points[1:]
-    by = relay[np.searchsorted(cuts, start, "right") - 1]
-    out.add(source[np.searchsorted(entry_cuts, start, "right") - 1], by, want.cls, start, stop)
+    by = parts.source[np.searchsorted(parts.start, start, "right") - 1]
+    out.add(want.source[np.searchsorted(want.cuts, start, "right") - 1], by, want.cls, start, stop)
     for piece, sender in enumerate(by.tolist()):
         others = want.takers[want.takers != sender]
         count = len(others)

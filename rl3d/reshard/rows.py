@@ -123,16 +123,19 @@ def _whole_rows(first: Ints, last: Ints, cols: Ints) -> tuple[NDArray, Ints, Int
 def count_rows(boxes: Boxes, segments: Segments) -> int:
     """Number of rows that :func:`expand` makes of segments, without making them."""
     base = boxes.position[boxes.pointer[segments.cls]]
-    low = np.searchsorted(boxes.position, base + segments.start, "right") - 1
-    high = np.searchsorted(boxes.position, base + segments.stop, "left")
+    begin, end = base + segments.start, base + segments.stop
+    low = np.searchsorted(boxes.position, begin, "right") - 1
+    high = np.searchsorted(boxes.position, end, "left")
     total = int((high - low).sum())
     # Only where a segment begins or ends inside a row is a box more than one row.
-    ends = [
-        (base + segments.start - boxes.position[low], low, boxes.position[low + 1] - base - segments.start),
-        (base + segments.stop - boxes.position[high - 1], high - 1, boxes.position[high] - base - segments.stop),
-    ]
-    cut = np.flatnonzero((ends[0][0] > 0) | (ends[1][2] > 0))
-    if not len(cut):
-        return total
-    inner = expand(boxes, segments.take(cut), np.zeros((0, 6), np.int64))
-    return total - int((high - low)[cut].sum()) + len(inner)
+    for entry, other in ((low, None), (high - 1, low)):
+        index = slice(None) if other is None else np.flatnonzero(entry != other)
+        at = entry[index]
+        box = boxes.entry_box[at]
+        start, stop = (np.maximum(begin[index] - boxes.position[at], 0),
+                       np.minimum(end[index] - boxes.position[at], boxes.entry_bytes[at]))  # fmt: skip
+        unit = boxes.cols[box] * boxes.width[box]
+        top, bottom = -(-start // unit) * unit, stop // unit * unit
+        parts = (start < top).astype(np.int64) + (top < bottom) + (bottom < stop)
+        total += int((np.where(top > bottom, 1, parts) - 1).sum())
+    return total

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rl3d.reshard.boxes import Ints
+from rl3d.reshard.boxes import Ints, distinct
 from rl3d.reshard.routing import Pieces
 from rl3d.reshard.traffic import Boxes
 
@@ -164,7 +164,7 @@ def _place(
     line, bucket, amount = line[order], bucket[order], amount[order]
     before = np.concatenate([[0], np.cumsum(size)])
     until = np.cumsum(amount)  # over all lines: lines hold the same bytes as their pieces, in the same order
-    ends = np.unique(np.concatenate([until, before[1:]]))
+    ends = distinct(np.concatenate([until, before[1:]]))
     piece = np.searchsorted(before, ends, "left") - 1
     where = bucket[np.searchsorted(until, ends, "left")]
     stop = pieces.start[piece] + ends - before[piece]
@@ -231,8 +231,9 @@ def _follow(sent: Segments, relayed: Pieces) -> tuple[Pieces, Ints]:
     group = sent.cls[arrived].astype(np.int64) * wide + sent.dst[arrived]
     # One number that rises with class, receiver and position, to search in
     span = int(max(sent.stop.max(initial=0), relayed.stop.max())) + 1
-    begins = np.searchsorted(np.unique(group), group) * span + sent.start[arrived]
-    mine = np.searchsorted(np.unique(group), relayed.cls * wide + relayed.src) * span
+    groups = distinct(group)
+    begins = np.searchsorted(groups, group) * span + sent.start[arrived]
+    mine = np.searchsorted(groups, relayed.cls * wide + relayed.src) * span
     low = np.searchsorted(begins, mine + relayed.start, "right") - 1
     high = np.searchsorted(begins, mine + relayed.stop, "left")
     count = high - low

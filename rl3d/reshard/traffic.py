@@ -91,6 +91,26 @@ class Traffic:
     """Place in layer order of each class's first parameter."""
     fills: Ints
 
+    @cached_property
+    def lacking(self) -> tuple[Ints, ...]:
+        """Takers of each class that do not hold it."""
+        return self._takers(False)
+
+    @cached_property
+    def keeping(self) -> tuple[Ints, ...]:
+        """Takers of each class that hold it."""
+        return self._takers(True)
+
+    def _takers(self, holding: bool) -> tuple[Ints, ...]:
+        size = max((int(r[-1]) for r in (*self.holders, *self.takers) if len(r)), default=-1) + 1
+        held = np.zeros(size, bool)
+        out = []
+        for holders, takers in zip(self.holders, self.takers, strict=True):
+            held[holders] = True
+            out.append(takers[held[takers] == holding])
+            held[holders] = False
+        return tuple(out)
+
 
 def layer_order(specs: Sequence[ParamSpec]) -> Ints:
     """Indices of the parameters in layer order: before the layers, by layer, behind them."""
