@@ -7,10 +7,9 @@ both are minimal flows (:mod:`rl3d.reshard.flow`), exact up to the rows at which
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rl3d.reshard.boxes import Ints, distinct
 from rl3d.reshard.flow import spread
@@ -23,7 +22,7 @@ SMALL = 256
 class Pieces(NamedTuple):
     """Columns: ``dst`` gets bytes ``start`` to ``stop`` of class ``cls`` from ``src``.
 
-    ``relay`` pieces are handed on by a rank that received them itself before; they lie in its destination tensors.
+    With a ``fan`` (-1: none), ``dst`` hands the piece on to the other ranks of ``fans[fan]``, which are on its node.
     """
 
     src: Ints
@@ -31,11 +30,8 @@ class Pieces(NamedTuple):
     cls: Ints
     start: Ints
     stop: Ints
-    relay: NDArray[np.bool_]
-
-    def take(self, index: NDArray[Any]) -> "Pieces":
-        """The chosen pieces (index array or mask)."""
-        return Pieces(*(column[index] for column in self))  # type: ignore[arg-type]
+    fan: Ints
+    fans: list[Ints]
 
 
 @dataclass(frozen=True)
@@ -55,26 +51,32 @@ class _Builder:
     """Pieces under construction: arrays of them, and small ones one by one."""
 
     def __init__(self) -> None:
-        self._columns: list[tuple[Ints, Ints, Ints, Ints, Ints, NDArray[np.bool_]]] = []
-        self._single: list[tuple[int, int, int, int, bool]] = []
+        self._columns: list[tuple[Ints, ...]] = []
+        self._single: list[tuple[int, ...]] = []
+        self._known: dict[bytes, int] = {}
 
-    def add(self, src: Ints, dst: Ints, cls: int, start: Ints, stop: Ints, relay: bool = False) -> None:
+    def fan(self, ranks: Ints) -> int:
+        """Number of a set of ranks that pieces fan out to."""
+        return self._known.setdefault(ranks.tobytes(), len(self._known))
+
+    def add(self, src: Ints, dst: Ints, cls: int, start: Ints, stop: Ints, fan: int = -1) -> None:
         if len(src):
-            self._columns.append((src, dst, np.full(len(src), cls), start, stop, np.full(len(src), relay)))
+            self._columns.append((src, dst, np.full(len(src), cls), start, stop, np.full(len(src), fan)))
 
-    def add_whole(self, src: int, dst: int, cls: int, size: int, relay: bool = False) -> None:
+    def add_whole(self, src: int, dst: int, cls: int, size: int, fan: int = -1) -> None:
         """A whole class of ``size`` bytes."""
-        self._single.append((src, dst, cls, size, relay))
+        self._single.append((src, dst, cls, size, fan))
 
     def finish(self) -> Pieces:
         if self._single:
-            table = np.array(self._single, np.int64)
-            src, dst, cls, size, relay = (np.ascontiguousarray(c) for c in table.T)
-            self._columns.append((src, dst, cls, np.zeros_like(size), size, relay > 0))
+            src, dst, cls, size, fan = (np.ascontiguousarray(c) for c in np.array(self._single, np.int64).T)
+            self._columns.append((src, dst, cls, np.zeros_like(size), size, fan))
+        fans = [np.frombuffer(ranks, np.int64) for ranks in self._known]
         if not self._columns:
             empty = np.zeros(0, np.int64)
-            return Pieces(empty, empty, empty, empty, empty, np.zeros(0, np.bool_))
-        return Pieces(*(np.concatenate(c) for c in zip(*self._columns, strict=True)))
+            return Pieces(empty, empty, empty, empty, empty, empty, fans)
+        src, dst, cls, start, stop, fan = (np.concatenate(c) for c in zip(*self._columns, strict=True))
+        return Pieces(src, dst, cls, start, stop, fan, fans)
 
 
 @dataclass
@@ -269,10 +271,7 @@ def _serve(wants: list[_Want], traffic: Traffic, loads: _Loads, out: _Builder) -
             continue
         relay = loads.least(senders, amount * (len(takers) - 1), int(want.source[0]))
         if len(want.source) == 1:
-            out.add_whole(int(want.source[0]), relay, cls, amount)
-            for other in takers:
-                if other != relay:
-                    out.add_whole(relay, other, cls, amount, True)
+            out.add_whole(int(want.source[0]), relay, cls, amount, out.fan(want.takers))
         else:
             zero = np.zeros(1, np.int64)
             _relay(want, _Parts(zero, zero, zero + amount, zero + relay), out)
@@ -284,9 +283,5 @@ def _relay(want: _Want, parts: _Parts, out: _Builder) -> None:
     points = distinct(np.concatenate([want.cuts, parts.start, parts.stop[-1:]]))
     start, stop = points[:-1], points[1:]
     by = parts.source[np.searchsorted(parts.start, start, "right") - 1]
-    out.add(want.source[np.searchsorted(want.cuts, start, "right") - 1], by, want.cls, start, stop)
-    for piece, sender in enumerate(by.tolist()):
-        others = want.takers[want.takers != sender]
-        count = len(others)
-        begin, end = np.full(count, start[piece]), np.full(count, stop[piece])
-        out.add(np.full(count, sender), others, want.cls, begin, end, True)
+    source = want.source[np.searchsorted(want.cuts, start, "right") - 1]
+    out.add(source, by, want.cls, start, stop, out.fan(want.takers))

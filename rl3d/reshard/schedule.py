@@ -1,8 +1,7 @@
-"""When everything is sent: buckets under the staging cap, few large messages, nobody idle while another has a queue.
+"""When everything is sent: buckets under the staging cap, in few large messages.
 
-A stream is all that one rank sends to another, in layer order. In a bucket a rank may send and receive as many bytes as
-fit its two staging buffers. Streams are taken in rotation (rank to next rank, to the one after, ...), so that within one
-turn every rank sends to one and receives from one, and each fills the first buckets with room at both ends.
+A stream is all that one rank sends to another, in layer order. What has to be handed on inside a node is a stream of its
+own for each receiver, with the same bytes in the same order, following the stream that brings them.
 """
 
 from typing import Any, NamedTuple
@@ -11,17 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl3d.reshard.boxes import Ints, distinct
+from rl3d.reshard.rounds import ALIGN, Portions, Streams, fill_buckets
 from rl3d.reshard.routing import Pieces
 from rl3d.reshard.traffic import Boxes
 
-ALIGN = 16
-"""Messages start at multiples of this many bytes in staging memory; staging is budgeted as if every box did."""
+__all__ = ["ALIGN", "Segments", "schedule"]
 
 
 class Segments(NamedTuple):
     """Columns of the finished plan: bytes ``start`` to ``stop`` of a class go from ``src`` to ``dst`` in ``bucket``.
 
-    ``bucket`` is -1 and ``src == dst`` for what a rank keeps. ``relay`` as in :class:`Pieces`.
+    ``bucket`` is -1 and ``src == dst`` for what a rank keeps. ``relay`` segments are handed on: an earlier bucket has
+    brought them to the sender's destination tensors.
     """
 
     src: NDArray[np.int32]
@@ -41,73 +41,14 @@ class Segments(NamedTuple):
         return Segments(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))  # type: ignore[arg-type]
 
 
-class _Items(NamedTuple):
-    """What is placed in one go, one line each; ``turn`` groups those that share no sender and no receiver."""
+class _Contents(NamedTuple):
+    """Streams and the pieces that each consists of: those of stream ``i`` are ``pointer[i]`` to ``pointer[i + 1]``."""
 
-    src: Ints
-    dst: Ints
-    size: Ints
-    slack: Ints
-    release: Ints
-    turn: Ints
-
-
-class _Rooms:
-    """Free staging of every rank and bucket, for sending and for receiving."""
-
-    def __init__(self, ranks: int, cap: int, buckets: int) -> None:
-        self.cap = cap
-        self.free = np.full((2, ranks, max(buckets, 1)), cap, np.int64)
-        self.first = np.zeros((2, ranks), np.int64)
-        """No bucket before this one has room worth mentioning."""
-
-    def _grow(self, buckets: int) -> None:
-        have = self.free.shape[2]
-        if buckets > have:
-            more = np.full((*self.free.shape[:2], max(buckets, 2 * have) - have), self.cap, np.int64)
-            self.free = np.concatenate([self.free, more], axis=2)
-
-    def place(self, src: Ints, dst: Ints, size: Ints, slack: Ints, release: Ints) -> tuple[Ints, Ints, Ints]:
-        """First fit, split where a bucket is full; (line, bucket, bytes) in the order of the buckets of each line."""
-        left, at = size.copy(), np.maximum(np.maximum(self.first[0, src], self.first[1, dst]), release)
-        active = np.flatnonzero(left > 0)
-        out: list[tuple[Ints, Ints, Ints]] = []
-        while len(active):
-            s, d = src[active], dst[active]
-            width = int(min(max(left[active].max() // self.cap + 2, 4), 512))
-            self._grow(int(at[active].max()) + width)
-            window = at[active][:, None] + np.arange(width)
-            room = np.minimum(self.free[0, s[:, None], window], self.free[1, d[:, None], window]) - slack[active][:, None]
-            # A crumb of room is not worth a message of its own.
-            worth = np.minimum(left[active], self.cap // 16)[:, None]
-            room = np.where(room >= worth, room // ALIGN * ALIGN, 0)
-            taken = np.clip(left[active][:, None] - (np.cumsum(room, 1) - room), 0, room)
-            line, column = np.nonzero(taken)
-            amount = taken[line, column]
-            used = -(-(amount + slack[active][line]) // ALIGN) * ALIGN
-            bucket = window[line, column]
-            self.free[0, s[line], bucket] -= used
-            self.free[1, d[line], bucket] -= used
-            out.append((active[line], bucket, amount))
-            left[active] -= taken.sum(1)
-            at[active] += width
-            active = active[left[active] > 0]
-        for side, ranks in ((0, src), (1, dst)):
-            self._advance(side, ranks)
-        if len(out) == 1:
-            return out[0]
-        line, bucket, amount = (np.concatenate([o[k] for o in out]) for k in range(3))
-        order = np.lexsort((bucket, line))
-        return line[order], bucket[order], amount[order]
-
-    def _advance(self, side: int, ranks: Ints) -> None:
-        crumb = self.cap // 16 if self.cap >= 1024 else 1
-        while len(ranks):
-            first = self.first[side, ranks]
-            inside = first < self.free.shape[2]
-            ranks, first = ranks[inside], first[inside]
-            ranks = ranks[self.free[side, ranks, first] < crumb]
-            self.first[side, ranks] += 1
+    streams: Streams
+    pointer: Ints
+    cls: Ints
+    start: Ints
+    stop: Ints
 
 
 def schedule(boxes: Boxes, pieces: Pieces, first: Ints, ranks: int, staging_bytes: int) -> Segments:
@@ -120,70 +61,46 @@ def schedule(boxes: Boxes, pieces: Pieces, first: Ints, ranks: int, staging_byte
         ranks: number of ranks.
         staging_bytes: most bytes that a rank sends, or receives, in one bucket.
     """
+    if not len(pieces.src):
+        none = np.zeros(0, np.int64)
+        short = none.astype(np.int32)
+        return Segments(short, short, short, none, none, short, np.zeros(0, np.bool_))
+    # Rows of this size or less are never cut; messages may come out longer by one of them.
     limit = staging_bytes // 64
-    grain = boxes.grain(limit)
-    rooms = _Rooms(ranks, staging_bytes, _expected_buckets(pieces, ranks, staging_bytes))
-    direct = pieces.take(~pieces.relay)
-    order = np.lexsort((direct.start, direct.cls, first[direct.cls], direct.dst, direct.src))
-    sent = _place(boxes, direct.take(order), np.zeros(len(order), np.int64), grain, limit, rooms, whole_streams=True)
-    if not pieces.relay.any():
-        return sent
-    onward, release = _follow(sent, pieces.take(pieces.relay))
-    handed = _place(boxes, onward, release, grain, limit, rooms, whole_streams=False)
-    return sent.join(handed)
+    contents = _streams(boxes, pieces, first, limit)
+    return _cut(boxes, contents, fill_buckets(contents.streams, ranks, staging_bytes), limit)
 
 
-def _expected_buckets(pieces: Pieces, ranks: int, cap: int) -> int:
-    most = 0
-    for side in (pieces.src, pieces.dst):
-        most = max(most, int(np.bincount(side, pieces.stop - pieces.start, ranks).max(initial=0)))
-    return most // cap * 9 // 8 + 8
+def _streams(boxes: Boxes, pieces: Pieces, first: Ints, limit: int) -> _Contents:
+    order = np.lexsort((pieces.start, pieces.cls, first[pieces.cls], pieces.fan, pieces.dst, pieces.src))
+    src, dst, cls, start, stop, fan = (column[order] for column in pieces[:6])
+    size = stop - start
+    changes = (np.diff(src) != 0) | (np.diff(dst) != 0) | (np.diff(fan) != 0)
+    begin = np.flatnonzero(np.concatenate([[True], changes]))
+    pointer = np.append(begin, len(src))
+    slack = np.minimum(np.maximum.reduceat(boxes.grain(limit)[cls], begin), max(limit, 8))
+    src, dst, fan = src[begin], dst[begin], fan[begin]
+    direct = Streams(src, dst, np.add.reduceat(size, begin), slack, np.full(len(src), -1), _turns(src, dst))
+    if (fan < 0).all():
+        return _Contents(direct, pointer, cls, start, stop)
 
-
-def _place(
-    boxes: Boxes, pieces: Pieces, release: Ints, grain: Ints, limit: int, rooms: _Rooms, whole_streams: bool
-) -> Segments:
-    """Items are whole streams, or pieces one by one where each has a time before which it cannot be sent."""
-    size = pieces.stop - pieces.start
-    if not len(size):
-        empty = np.zeros(0, np.int64)
-        short = empty.astype(np.int32)
-        return Segments(short, short, short, empty, empty, short, np.zeros(0, np.bool_))
-    head = np.ones(len(size), bool)
-    if whole_streams:
-        head[1:] = (np.diff(pieces.src) != 0) | (np.diff(pieces.dst) != 0)
-    begin = np.flatnonzero(head)
-    slack = np.maximum.reduceat(grain[pieces.cls], begin)
-    slack = np.minimum(slack, max(limit, 8))
-    src, dst = pieces.src[begin], pieces.dst[begin]
-    items = _Items(src, dst, np.add.reduceat(size, begin), slack, release[begin], _turns(src, dst))
-    line, bucket, amount = _run(items, rooms)
-
-    # Bytes of a line are laid along its pieces; a piece is cut where a bucket ends.
-    order = np.lexsort((bucket, line))
-    line, bucket, amount = line[order], bucket[order], amount[order]
-    before = np.concatenate([[0], np.cumsum(size)])
-    until = np.cumsum(amount)  # over all lines: lines hold the same bytes as their pieces, in the same order
-    ends = distinct(np.concatenate([until, before[1:]]))
-    piece = np.searchsorted(before, ends, "left") - 1
-    where = bucket[np.searchsorted(until, ends, "left")]
-    stop = pieces.start[piece] + ends - before[piece]
-    stop = boxes.round_down(pieces.cls[piece], stop, limit)
-    final = ends == before[piece + 1]
-    stop[final] = pieces.stop[piece][final]
-    stop = np.maximum(stop, pieces.start[piece])
-    fresh = np.concatenate([[True], piece[1:] != piece[:-1]])
-    start = np.where(fresh, pieces.start[piece], np.concatenate([[0], stop[:-1]]))
-    keep = stop > start
-    piece = piece[keep]
-    return Segments(
-        pieces.src[piece].astype(np.int32), pieces.dst[piece].astype(np.int32), pieces.cls[piece].astype(np.int32),
-        start[keep], stop[keep], where[keep].astype(np.int32), pieces.relay[piece],
-    )  # fmt: skip
+    # One stream for each further receiver
+    relays = np.flatnonzero(fan >= 0)
+    others = [pieces.fans[f] for f in fan[relays].tolist()]
+    others = [o[o != by] for o, by in zip(others, dst[relays].tolist(), strict=True)]
+    parent = np.repeat(relays, [len(o) for o in others])
+    to = np.concatenate(others)
+    handed = Streams(dst[parent], to, direct.size[parent], slack[parent], parent, direct.turn[parent])
+    streams = Streams(*(np.concatenate(pair) for pair in zip(direct, handed, strict=True)))
+    count = np.diff(pointer)[parent]
+    index = np.arange(count.sum()) + np.repeat(pointer[parent] - (np.cumsum(count) - count), count)
+    index = np.concatenate([np.arange(len(cls)), index])
+    pointer = np.concatenate([pointer, pointer[-1] + np.cumsum(count)])
+    return _Contents(streams, pointer, cls[index], start[index], stop[index])
 
 
 def _turns(src: Ints, dst: Ints) -> Ints:
-    """Turn of each stream: how far its receiver is behind its sender, counted among the ranks that are connected."""
+    """How far each receiver is behind its sender, counted among the ranks that are connected."""
     ranks = int(max(src.max(), dst.max())) + 1
     root = np.arange(ranks)
     while True:
@@ -194,54 +111,33 @@ def _turns(src: Ints, dst: Ints) -> Ints:
         root = root[root]
         if (root == before).all():
             break
-    order = np.lexsort((np.arange(ranks), root))
-    place = np.empty(ranks, np.int64)
-    start = np.concatenate([[0], np.flatnonzero(np.diff(root[order])) + 1])
-    count = np.diff(np.concatenate([start, [ranks]]))
+    order = np.argsort(root, kind="stable")
+    start = np.flatnonzero(np.concatenate([[True], np.diff(root[order]) != 0]))
+    count = np.diff(np.append(start, ranks))
+    place, members = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
     place[order] = np.arange(ranks) - np.repeat(start, count)
-    members = np.empty(ranks, np.int64)
     members[order] = np.repeat(count, count)
-    turn = (place[dst] - place[src]) % members[dst]
-    # the n-th item of one sender and receiver comes in the n-th round of turns
-    key = src * ranks + dst
-    order = np.argsort(key, kind="stable")
-    heads = np.concatenate([[True], np.diff(key[order]) != 0])
-    nth = np.empty(len(src), np.int64)
-    nth[order] = np.arange(len(src)) - np.maximum.accumulate(np.where(heads, np.arange(len(src)), 0))
-    return nth * ranks + turn
+    return (place[dst] - place[src]) % members[dst]
 
 
-def _run(items: _Items, rooms: _Rooms) -> tuple[Ints, Ints, Ints]:
-    order = np.argsort(items.turn, kind="stable")
-    cuts = np.flatnonzero(np.diff(items.turn[order])) + 1
-    out = []
-    for lines in np.split(order, cuts):
-        line, bucket, amount = rooms.place(
-            items.src[lines], items.dst[lines], items.size[lines], items.slack[lines], items.release[lines]
-        )
-        out.append((lines[line], bucket, amount))
-    line, bucket, amount = (np.concatenate([o[k] for o in out]) for k in range(3))
-    return line, bucket, amount
-
-
-def _follow(sent: Segments, relayed: Pieces) -> tuple[Pieces, Ints]:
-    """Cut what is handed on where its arrival was cut; it can leave in the bucket after the one it arrived in."""
-    wide = int(max(relayed.src.max(), sent.dst.max(initial=0))) + 1
-    arrived = np.lexsort((sent.start, sent.dst, sent.cls))
-    group = sent.cls[arrived].astype(np.int64) * wide + sent.dst[arrived]
-    # One number that rises with class, receiver and position, to search in
-    span = int(max(sent.stop.max(initial=0), relayed.stop.max())) + 1
-    groups = distinct(group)
-    begins = np.searchsorted(groups, group) * span + sent.start[arrived]
-    mine = np.searchsorted(groups, relayed.cls * wide + relayed.src) * span
-    low = np.searchsorted(begins, mine + relayed.start, "right") - 1
-    high = np.searchsorted(begins, mine + relayed.stop, "left")
-    count = high - low
-    index = np.repeat(np.arange(len(count)), count)
-    part = low[index] + np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
-    start = np.maximum(relayed.start[index], sent.start[arrived][part])
-    stop = np.minimum(relayed.stop[index], sent.stop[arrived][part])
-    release = sent.bucket[arrived][part].astype(np.int64) + 1
-    order = np.lexsort((start, relayed.cls[index], release, relayed.dst[index], relayed.src[index]))
-    pieces = Pieces(relayed.src[index], relayed.dst[index], relayed.cls[index], start, stop, np.ones(len(index), np.bool_))
-    return pieces.take(order), release[order]
+def _cut(boxes: Boxes, contents: _Contents, portions: Portions, limit: int) -> Segments:
+    """Lay the portions of each stream along its pieces; a piece is cut where a bucket ends."""
+    streams = contents.streams
+    size = contents.stop - contents.start
+    before = np.concatenate([[0], np.cumsum(size)])
+    until = np.cumsum(portions.size)  # over all streams, which hold the same bytes as their pieces
+    ends = distinct(np.concatenate([until, before[1:]]))
+    piece = np.searchsorted(before, ends, "left") - 1
+    portion = np.searchsorted(until, ends, "left")
+    stop = contents.start[piece] + ends - before[piece]
+    stop = np.maximum(boxes.round_down(contents.cls[piece], stop, limit), contents.start[piece])
+    final = ends == before[piece + 1]
+    stop[final] = contents.stop[piece[final]]
+    fresh = np.concatenate([[True], piece[1:] != piece[:-1]])
+    start = np.where(fresh, contents.start[piece], np.concatenate([[0], stop[:-1]]))
+    keep = stop > start
+    stream, cls = portions.stream[portion[keep]], contents.cls[piece[keep]]
+    return Segments(
+        streams.src[stream].astype(np.int32), streams.dst[stream].astype(np.int32), cls.astype(np.int32), start[keep],
+        stop[keep], portions.bucket[portion[keep]].astype(np.int32), streams.parent[stream] >= 0,
+    )  # fmt: skip

@@ -115,7 +115,8 @@ def test_stages_send_side_by_side():
     """With two stages, half of the ranks hold the early layers; buckets in plain layer order would idle the others."""
     plan = _plan(llama(8, 64, 64, 64, 64), "tp2.pp2", "tp4", 4, staging_bytes=8192)
     early = plan.rows.bucket[plan.rows.moved] == 0
-    assert set(plan.rows.src[plan.rows.moved][early]) == {0, 1, 2, 3}
+    # ranks 0 and 1 are the first stage, 2 and 3 the second
+    assert {rank // 2 for rank in plan.rows.src[plan.rows.moved][early].tolist()} == {0, 1}
     # Boxes are at most a quarter of the cap, so the busiest rank's buckets are three quarters full.
     fewest = max(*plan.certificate.sent, *plan.certificate.received) / plan.staging_bytes
     assert plan.certificate.buckets <= fewest / 0.75 + 1

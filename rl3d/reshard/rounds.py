@@ -1,0 +1,154 @@
+"""Filling buckets: which streams travel in which, so that nobody idles while another has a queue.
+
+Bucket after bucket, the ranks with most left to send or receive are served first, in rounds of a greedy matching: a
+sender proposes its most urgent stream, a receiver accepts its most urgent proposal. Serving the most loaded ranks is what
+keeps the number of buckets near what the busiest rank alone would need (the classical argument for open shops). Where
+loads are equal, rank to next rank comes first, then to the one after: every rank sends to one and receives from one.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl3d.reshard.boxes import Ints
+
+ALIGN = 16
+"""Messages start at multiples of this many bytes in staging memory; staging is budgeted as if every stream did."""
+
+WINDOW = 16
+"""Streams of one sender looked at together where there are very many."""
+
+
+class Streams(NamedTuple):
+    """Columns: ``size`` bytes from ``src`` to ``dst``.
+
+    ``slack`` is by how many bytes a message may come out longer than asked for. A stream with a ``parent`` (-1: none)
+    hands on the very bytes of that stream, once they are there. ``turn`` orders equally urgent streams.
+    """
+
+    src: Ints
+    dst: Ints
+    size: Ints
+    slack: Ints
+    parent: Ints
+    turn: Ints
+
+
+class Portions(NamedTuple):
+    """Columns: ``size`` more bytes of a stream travel in ``bucket``; rising by stream, then bucket."""
+
+    stream: Ints
+    bucket: Ints
+    size: Ints
+
+
+def fill_buckets(streams: Streams, ranks: int, cap: int) -> Portions:
+    """Cut streams into portions so that no rank sends, or receives, more than ``cap`` bytes in a bucket."""
+    left = streams.size.copy()
+    done = np.zeros_like(left)
+    load = np.stack([np.bincount(end, left, ranks).astype(np.int64) for end in (streams.src, streams.dst)])
+    pool = _Pool(streams, ranks)
+    out: list[tuple[Ints, Ints, Ints]] = []
+    bucket = 0
+    crumb = cap // 16
+    while True:
+        alive = pool.alive(left)
+        if not len(alive):
+            break
+        src, dst, parent = streams.src[alive], streams.dst[alive], streams.parent[alive]
+        ready = np.where(parent < 0, left[alive], np.minimum(done[parent] - done[alive], left[alive]))
+        urgency = np.maximum(load[0, src], load[1, dst]) // max(cap // 8, 1)
+        order = np.argsort(pool.place[alive] - urgency * pool.size, kind="stable")
+        order = order[ready[order] > 0]
+        line, amount = _match(src[order], dst[order], ready[order], streams.slack[alive[order]], ranks, cap, crumb)
+        chosen, amount = alive[order[line]], amount
+        times = _steady(chosen, amount, ready[order[line]], left, done, streams.parent, load, cap)
+        for _ in range(times):
+            out.append((chosen, np.full(len(chosen), bucket), amount))
+            bucket += 1
+        np.subtract.at(left, chosen, amount * times)
+        np.add.at(done, chosen, amount * times)
+        for side, end in ((0, streams.src), (1, streams.dst)):
+            np.subtract.at(load[side], end[chosen], amount * times)
+    if not out:
+        none = np.zeros(0, np.int64)
+        return Portions(none, none, none)
+    stream, where, size = (np.concatenate([o[k] for o in out]) for k in range(3))
+    order = np.argsort(stream, kind="stable")
+    return Portions(stream[order], where[order], size[order])
+
+
+class _Pool:
+    """Streams to choose from: all that are left, or of very many the first few of each sender."""
+
+    def __init__(self, streams: Streams, ranks: int) -> None:
+        self.size = len(streams.src)
+        self.place = np.empty(self.size, np.int64)
+        self.place[np.argsort(streams.turn, kind="stable")] = np.arange(self.size)
+        self.windowed = self.size > 32768
+        self._alive = np.arange(self.size)
+        if self.windowed:
+            owner = streams.src + ranks * (streams.parent >= 0)
+            self._queue = np.lexsort((self.place, owner))
+            self._next = np.searchsorted(owner[self._queue], np.arange(2 * ranks))
+            self._end = np.append(self._next[1:], self.size)
+            self._owner = owner
+            self._alive = np.zeros(0, np.int64)
+
+    def alive(self, left: Ints) -> Ints:
+        """Indices of streams with something left."""
+        self._alive = self._alive[left[self._alive] > 0]
+        if self.windowed:
+            have = np.bincount(self._owner[self._alive], minlength=len(self._next))
+            count = np.minimum(WINDOW - have, self._end - self._next).clip(0)
+            start = np.repeat(self._next - (np.cumsum(count) - count), count)
+            self._alive = np.concatenate([self._alive, self._queue[start + np.arange(count.sum())]])
+            self._next = self._next + count
+        return self._alive
+
+
+def _match(src: Ints, dst: Ints, ready: Ints, slack: Ints, ranks: int, cap: int, crumb: int) -> tuple[Ints, Ints]:
+    """Fill one bucket: (line, bytes) of the streams that travel, each once. Lines come most urgent first."""
+    room = np.full((2, ranks), cap, np.int64)
+    open_lines = np.arange(len(src))
+    lines, amounts = [], []
+    while len(open_lines):
+        s, d = src[open_lines], dst[open_lines]
+        fits = np.minimum(room[0, s], room[1, d]) - slack[open_lines]
+        fits = np.minimum(ready[open_lines], fits // ALIGN * ALIGN)
+        # A crumb of room is not worth a message of its own.
+        good = (fits > 0) & (fits >= np.minimum(ready[open_lines], crumb))
+        open_lines, s, d, fits = open_lines[good], s[good], d[good], fits[good]
+        if not len(open_lines):
+            break
+        # Of equal indices the last assignment stays, so going backwards the first, most urgent line does.
+        back = np.arange(len(open_lines))[::-1]
+        best = np.full(ranks, -1)
+        best[s[::-1]] = back
+        proposed = np.sort(best[best >= 0])
+        best = np.full(ranks, -1)
+        best[d[proposed][::-1]] = proposed[::-1]
+        accepted = best[best >= 0]
+        lines.append(open_lines[accepted])
+        amounts.append(fits[accepted])
+        used = -(-(fits[accepted] + slack[open_lines[accepted]]) // ALIGN) * ALIGN
+        room[0, s[accepted]] -= used
+        room[1, d[accepted]] -= used
+        keep = np.ones(len(open_lines), bool)
+        keep[accepted] = False
+        open_lines = open_lines[keep]
+    return np.concatenate(lines), np.concatenate(amounts)
+
+
+def _steady(
+    chosen: Ints, amount: Ints, ready: Ints, left: Ints, done: Ints, parents: Ints, load: NDArray[np.int64], cap: int
+) -> int:
+    """How many buckets may look the same: until a stream ends or runs dry, and only while loads stay alike."""
+    ends = left[chosen] // amount
+    parent = parents[chosen]
+    fed = np.zeros(len(left), np.int64)
+    fed[chosen] = amount
+    handed = parent >= 0
+    dry = np.where(handed & (fed[parent] < amount), ready // amount, ends)
+    return max(1, min(int(np.minimum(ends, dry).min()), int(load.max()) // cap // 32))
