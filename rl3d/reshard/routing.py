@@ -114,18 +114,26 @@ class _Parts(NamedTuple):
 
 
 class _Loads:
-    """Bytes that every rank sends so far."""
+    """Bytes that every rank sends so far, and to which nodes."""
 
-    def __init__(self, ranks: int) -> None:
-        self.sent = [0] * ranks
+    def __init__(self, nodes: Ints) -> None:
+        self.nodes = nodes
+        self.sent = [0] * len(nodes)
+        self._partners: dict[int, set[int]] = {}
+
+    def meet(self, sources: Ints, takers: Ints) -> None:
+        """Remember who sends to which node."""
+        for source, node in zip(sources.tolist(), self.nodes[takers].tolist(), strict=True):
+            self._partners.setdefault(node, set()).add(source)
 
     def add(self, quota: dict[int, int]) -> None:
         for sender, amount in quota.items():
             self.sent[sender] += amount
 
     def least(self, senders: Sequence[int], amount: int, near: int) -> int:
-        """The least busy sender gets ``amount`` more; among equals the one nearest by rank, so that partners stay."""
-        best = min(senders, key=lambda s: (self.sent[s], abs(s - near), s))
+        """The least busy sender gets ``amount`` more for rank ``near``; among equals a partner, then the nearest."""
+        partners = self._partners.get(int(self.nodes[near]), frozenset())
+        best = min(senders, key=lambda s: (self.sent[s], s not in partners, abs(s - near), s))
         self.sent[best] += amount
         return best
 
@@ -148,12 +156,12 @@ def route(traffic: Traffic, nodes: Ints) -> tuple[Pieces, Levels]:
         if want.outside:
             ingress[want.node] += size[want.cls]
     out = _Builder()
-    between = _enter([w for w in wants if w.outside], lone, traffic, len(nodes), out)
+    between = _enter([w for w in wants if w.outside], lone, traffic, nodes, out)
     inside = 0
     by_node: dict[int, list[_Want]] = {}
     for want in wants:
         by_node.setdefault(want.node, []).append(want)
-    loads = _Loads(len(nodes))
+    loads = _Loads(nodes)
     for mine in by_node.values():
         inside = max(inside, _serve(mine, traffic, loads, out))
     return out.finish(), Levels(tuple(ingress.tolist()), between, inside, sender)
@@ -182,7 +190,7 @@ def _find_wants(traffic: Traffic, nodes: Ints) -> tuple[list[_Want], list[_Lone]
     return wants, lone
 
 
-def _enter(crossing: list[_Want], lone: list[_Lone], traffic: Traffic, ranks: int, out: _Builder) -> int:
+def _enter(crossing: list[_Want], lone: list[_Lone], traffic: Traffic, nodes: Ints, out: _Builder) -> int:
     """Senders of everything that enters a node; returns the least possible load of the busiest of them."""
     size = traffic.boxes.class_bytes
     groups: dict[int, tuple[Ints, list[_Want]]] = {}
@@ -196,7 +204,7 @@ def _enter(crossing: list[_Want], lone: list[_Lone], traffic: Traffic, ranks: in
         for c, (takers, wants) in groups.items()
     ]
     level, quotas = spread(demands)
-    loads = _Loads(ranks)
+    loads = _Loads(nodes)
     later = []
     for (cls, (takers, wants)), (_, senders), quota in zip(groups.items(), demands, quotas, strict=True):
         if len(senders) > 1 and size[cls] * SMALL < level:
@@ -208,6 +216,7 @@ def _enter(crossing: list[_Want], lone: list[_Lone], traffic: Traffic, ranks: in
         order = np.argsort(first, kind="stable")
         parts = _pair(len(first), int(size[cls]), quota, cls, traffic, level)
         which = order[parts.need]
+        loads.meet(parts.source, first[which])
         mine = which < len(takers)
         out.add(parts.source[mine], takers[which[mine]], cls, parts.start[mine], parts.stop[mine])
         for index, want in enumerate(wants):

@@ -68,7 +68,7 @@ def schedule(boxes: Boxes, pieces: Pieces, first: Ints, ranks: int, staging_byte
     # Rows of this size or less are never cut; messages may come out longer by one of them.
     limit = staging_bytes // 64
     contents = _streams(boxes, pieces, first, limit)
-    return _cut(boxes, contents, fill_buckets(contents.streams, ranks, staging_bytes), limit)
+    return _cut(boxes, contents, _fill(contents.streams, ranks, staging_bytes), limit)
 
 
 def _streams(boxes: Boxes, pieces: Pieces, first: Ints, limit: int) -> _Contents:
@@ -80,7 +80,10 @@ def _streams(boxes: Boxes, pieces: Pieces, first: Ints, limit: int) -> _Contents
     pointer = np.append(begin, len(src))
     slack = np.minimum(np.maximum.reduceat(boxes.grain(limit)[cls], begin), max(limit, 8))
     src, dst, fan = src[begin], dst[begin], fan[begin]
-    direct = Streams(src, dst, np.add.reduceat(size, begin), slack, np.full(len(src), -1), _turns(src, dst))
+    islands = _Islands.of(src, dst)
+    # Equally urgent streams go to the next rank first, then to the one after it
+    turn = (islands.place[dst] - islands.place[src]) % islands.members[dst]
+    direct = Streams(src, dst, np.add.reduceat(size, begin), slack, np.full(len(src), -1), turn)
     if (fan < 0).all():
         return _Contents(direct, pointer, cls, start, stop)
 
@@ -99,25 +102,67 @@ def _streams(boxes: Boxes, pieces: Pieces, first: Ints, limit: int) -> _Contents
     return _Contents(streams, pointer, cls[index], start[index], stop[index])
 
 
-def _turns(src: Ints, dst: Ints) -> Ints:
-    """How far each receiver is behind its sender, counted among the ranks that are connected."""
-    ranks = int(max(src.max(), dst.max())) + 1
-    root = np.arange(ranks)
-    while True:
-        low = np.minimum(root[src], root[dst])
-        before = root.copy()
-        np.minimum.at(root, src, low)
-        np.minimum.at(root, dst, low)
-        root = root[root]
-        if (root == before).all():
-            break
-    order = np.argsort(root, kind="stable")
-    start = np.flatnonzero(np.concatenate([[True], np.diff(root[order]) != 0]))
-    count = np.diff(np.append(start, ranks))
-    place, members = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
-    place[order] = np.arange(ranks) - np.repeat(start, count)
-    members[order] = np.repeat(count, count)
-    return (place[dst] - place[src]) % members[dst]
+class _Islands(NamedTuple):
+    """Ranks that are connected by streams, directly or through others.
+
+    ``island`` of each rank, its ``place`` among the ranks of that island, and how many ``members`` that island has.
+    """
+
+    island: Ints
+    place: Ints
+    members: Ints
+
+    @classmethod
+    def of(cls, src: Ints, dst: Ints) -> "_Islands":
+        ranks = int(max(src.max(), dst.max())) + 1
+        root = np.arange(ranks)
+        while True:
+            low = np.minimum(root[src], root[dst])
+            before = root.copy()
+            np.minimum.at(root, src, low)
+            np.minimum.at(root, dst, low)
+            root = root[root]
+            if (root == before).all():
+                break
+        order = np.argsort(root, kind="stable")
+        start = np.flatnonzero(np.concatenate([[True], np.diff(root[order]) != 0]))
+        count = np.diff(np.append(start, ranks))
+        place, members = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+        place[order] = np.arange(ranks) - np.repeat(start, count)
+        members[order] = np.repeat(count, count)
+        return cls(root, place, members)
+
+
+def _fill(streams: Streams, ranks: int, cap: int) -> Portions:
+    """:func:`fill_buckets`, once for islands that look alike: replicas of a layout mostly do."""
+    islands = _Islands.of(streams.src, streams.dst)
+    island = islands.island[streams.src]
+    order = np.argsort(island, kind="stable")
+    begin = np.flatnonzero(np.concatenate([[True], np.diff(island[order]) != 0]))
+    local = np.empty(len(order), np.int64)
+    local[order] = np.arange(len(order)) - np.repeat(begin, np.diff(np.append(begin, len(order))))
+    parent = np.where(streams.parent < 0, -1, local[streams.parent])
+    shape = np.stack([islands.place[streams.src], islands.place[streams.dst], *streams[2:4], parent, streams.turn], 1)[order]
+    alike: dict[bytes, list[Ints]] = {}
+    for lines in np.split(np.arange(len(order)), begin[1:]):
+        alike.setdefault(shape[lines].tobytes(), []).append(order[lines])
+    chosen = np.concatenate([copies[0] for copies in alike.values()])
+    number = np.full(len(order), -1)
+    number[chosen] = np.arange(len(chosen))
+    first = Streams(*(column[chosen] for column in streams))
+    first = first._replace(parent=np.where(first.parent < 0, -1, number[first.parent]))
+    found = fill_buckets(first, ranks, cap)
+    pointer = np.searchsorted(found.stream, np.arange(len(chosen) + 1))
+    out, at = [], 0
+    for copies in alike.values():
+        count = len(copies[0])
+        part = slice(pointer[at], pointer[at + count])
+        stream = found.stream[part] - at
+        out += [(copy[stream], found.bucket[part], found.size[part]) for copy in copies]
+        at += count
+    stream, bucket, size = (np.concatenate(column) for column in zip(*out, strict=True))
+    order = np.argsort(stream, kind="stable")
+    return Portions(stream[order], bucket[order], size[order])
 
 
 def _cut(boxes: Boxes, contents: _Contents, portions: Portions, limit: int) -> Segments:
