@@ -6,6 +6,7 @@ percent where kernels are as good as the efficiencies say (a decode step capture
 
 from dataclasses import dataclass, replace
 
+from rl3d.estimate.flops import forward_flops
 from rl3d.estimate.topology import Topology
 from rl3d.layout import GenLayout, TrainLayout
 from rl3d.models import Architecture
@@ -28,7 +29,8 @@ LINK_EFFICIENCY = 0.87
 class Workload:
     """What one step does: ``sequences`` samples (prompts x n), all of the same length, and how they are trained.
 
-    ``micro_batch`` counts sequences of one data-parallel rank; ``optimizer_steps`` mini-batches share the step.
+    ``micro_batch`` counts sequences of one data-parallel rank; ``optimizer_steps`` mini-batches share the step;
+    ``recompute`` runs the forward pass again in the backward pass.
     """
 
     prompt_len: int = 512
@@ -38,6 +40,7 @@ class Workload:
     optimizer_steps: int = 1
     reference: bool = True
     critic: bool = False
+    recompute: bool = False
 
     @property
     def length(self) -> int:
@@ -113,7 +116,7 @@ def predict_step(
     batch = -(-share // waves)
     context = work.prompt_len + work.response_len / 2
     decode = waves * work.response_len * decode_step(arch, gen.tp, batch, context, topology, itemsize)
-    flops = share * work.prompt_len * _forward_flops(arch, work.prompt_len)
+    flops = share * forward_flops(arch, [work.prompt_len], 1)
     prefill = flops / gen.tp / (topology.peak_tflops * 1e12 * PREFILL_EFFICIENCY)
     prefill += arch.num_layers * _all_reduces(arch, gen.tp, share * work.prompt_len, itemsize, topology)
 
@@ -121,7 +124,7 @@ def predict_step(
     micro = max(1, -(-work.sequences // (_dp(train) * work.micro_batch * work.optimizer_steps)))
     bubble = (train.pp - 1) / (micro * train.vpp)
     evaluated = 1 + work.reference + work.critic  # old log-probabilities, reference, values
-    trained = 3 * (1 + work.critic)  # a backward pass costs two forward passes
+    trained = (3 + work.recompute) * (1 + work.critic)  # a backward pass costs two forward passes
     shared = _gradient_seconds(arch, train, topology, work, micro, evaluated, itemsize) * (1 + work.critic)
     return StepTime(
         prefill=prefill,
@@ -145,11 +148,6 @@ def _active_parameters(arch: Architecture) -> int:
     return arch.num_parameters - embedding
 
 
-def _forward_flops(arch: Architecture, length: int) -> float:
-    """Of one token in a sequence of ``length``: 2 for each parameter; scores and values of half the others, causally."""
-    return 2 * _active_parameters(arch) + 2 * arch.num_layers * length * arch.num_heads * arch.head_dim
-
-
 def _all_reduces(arch: Architecture, tp: int, tokens: float, itemsize: int, topology: Topology) -> float:
     """The two all-reduces of a layer over ``tokens``, in rings: 2 (tp - 1) / tp of the bytes out of every GPU."""
     if tp == 1:
@@ -164,8 +162,8 @@ def _all_reduces(arch: Architecture, tp: int, tokens: float, itemsize: int, topo
 def _forward_seconds(arch: Architecture, train: TrainLayout, topology: Topology, work: Workload, itemsize: int) -> float:
     """One forward pass over all sequences, without bubbles: arithmetic, all-reduces, activations between stages."""
     tokens = work.tokens / _dp(train)
-    arithmetic = tokens * _forward_flops(arch, work.length) / train.model_parallel
-    arithmetic /= topology.peak_tflops * 1e12 * TRAIN_EFFICIENCY
+    flops = work.sequences / _dp(train) * forward_flops(arch, [work.length], work.response_len)
+    arithmetic = flops / train.model_parallel / (topology.peak_tflops * 1e12 * TRAIN_EFFICIENCY)
     reduces = arch.num_layers / train.pp * _all_reduces(arch, train.tp, tokens, itemsize, topology)
     inside = train.model_parallel <= topology.gpus_per_node
     rate = topology.inside_gb_per_s if inside else topology.between_gb_per_s

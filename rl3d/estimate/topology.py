@@ -97,6 +97,10 @@ class Topology:
             return self
         return replace(self, gpus_per_node=count, nics_per_node=count)
 
+    def with_memory(self, gigabytes: float | None) -> "Topology":
+        """The same cluster with GPUs of another memory, in GB."""
+        return self if gigabytes is None else replace(self, memory_gb=gigabytes)
+
     def nodes_of(self, world_size: int) -> tuple[int, ...]:
         """Node of each rank, nodes filled one after the other.
 
