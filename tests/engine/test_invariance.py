@@ -63,7 +63,7 @@ def _expected(mode):
 
 
 def test_loss_and_norm_do_not_depend_on_the_split(facts, expected):
-    assert len(facts["updates"]) == len(LAYOUTS) * len(MODES) * 3 * 2
+    assert len(facts["updates"]) == len(LAYOUTS) * len(MODES) * 3
     for fact in facts["updates"]:
         loss, norm, _ = expected[fact["mode"]]
         assert fact["loss"] == pytest.approx(loss, rel=1e-5), fact
