@@ -48,7 +48,8 @@ def policy_loss(
 
     ``clip_high`` (default ``clip_low``) may differ from ``clip_low`` (DAPO's clip-higher, arXiv:2503.14476).
     ``dual_clip`` c > 1 bounds the loss of tokens with negative advantage by ``-c * advantage`` (arXiv:1912.09729).
-    The log ratio is clamped to ±20 before ``exp``, as in verl.
+    The log ratio is clamped to ±20 before ``exp``, as in verl. It is a token's own: neither the sum over a response, which
+    grows with its length, nor the mean over it (GSPO, arXiv:2507.18071).
 
     Sums: ``tokens``; ``clipfrac`` tokens whose clipped branch is the larger loss; ``clipfrac_lower`` tokens held by
     ``dual_clip``; ``ppo_kl`` old - new logprob (k1 estimate of KL(old, new)); ``ratio``.

@@ -65,6 +65,14 @@ def test_before_the_first_update_the_ratio_is_one_and_nothing_is_clipped(tokens)
     assert sums["clipfrac"] == sums["clipfrac_lower"] == sums["ppo_kl"] == 0 and sums["ratio"] == mask.sum()
 
 
+def test_a_response_twice_as_long_has_the_same_ratios(tokens):
+    # a ratio of the whole response would square (sum of log ratios)
+    once, twice = policy_loss(*tokens), policy_loss(*(torch.cat([x, x]) for x in tokens))
+    assert torch.equal(twice.per_token, torch.cat([once.per_token, once.per_token]))
+    for name, value in once.sums.items():
+        torch.testing.assert_close(twice.sums[name], 2 * value)
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_masked_slot_poisons_neither_loss_nor_gradient(poison):
     new = torch.tensor([0.0, poison], requires_grad=True)

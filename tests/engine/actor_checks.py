@@ -48,12 +48,6 @@ def main(runtime: Any, directory: str, train: str = "tp2.pp2.zero1", gens: tuple
         for layout, offload in (("tp2.pp1.zero2", "optimizer"), ("tp2.pp1.zero3", "none"), ("tp1.pp1.zero3", "params"))
     ]
     facts["file"] = _same_as_file(root / "tied", train)
-    facts["splits"] = [
-        _one_update(root / "tied", layout, tokens, mode)
-        for mode in ("token-mean", "seq-mean-token-mean")
-        for layout in dict.fromkeys([train, "tp1.pp1.zero1"])
-        for tokens in (16, 4096)
-    ]
     # two valid samples for four data-parallel ranks: some have nothing to learn from, and none may hang
     facts["few"] = [
         _one_update(root / "tied", layout, 16, "token-mean", count=2, dtype=dtype)

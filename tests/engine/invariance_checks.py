@@ -30,6 +30,7 @@ def main(runtime: Any, directory: str, layouts: list[str], skipping: list[list[s
         "norms": {"-".join(case): norm_of_known_gradients(runtime, registry, root, *case) for case in norms},
         "tied": tied_embedding(runtime, registry, root),
         "temperature": [divided_logits(runtime, t) for t in (0.7, 1.0)],
+        "clock": clock(runtime, registry, root),
         "nothing_valid": nothing_valid(runtime, registry, root),
     }
 
@@ -192,3 +193,30 @@ def nothing_valid(runtime: Any, registry: GroupRegistry, root: Path) -> dict[str
     metrics = update.old_logprobs() | update.step(lambda: 0.0)
     moved = sum(not torch.equal(value, before[name]) for name, value in built.engine.weights.items())
     return {**metrics, "moved": worst(moved, runtime)}
+
+
+def clock(runtime: Any, registry: GroupRegistry, root: Path) -> dict[str, Any]:
+    """Four mini-batches, the first with a gradient that is not a number on one rank."""
+    built = build_engine(runtime, registry, root / "tied", "tp2.pp2.zero1", "bfloat16")
+    steps, counts, hooks = [0], [], []
+    if runtime.rank == 2:
+        hooks.append(next(built.model.parameters()).register_hook(lambda grad: grad * math.nan))
+
+    def lr() -> float:
+        counts.append(steps[0])
+        return 1e-3
+
+    def stepped() -> None:
+        steps[0] += 1
+
+    def begin(index: int, total: int) -> None:
+        if index == 1:
+            for hook in hooks:
+                hook.remove()
+
+    config = PPOConfig(batch_size=8, mini_batch_size=2, kl_coef=0.0)
+    mini_batches = [range(i, i + 2) for i in (0, 2, 4, 6)]
+    update = PolicyUpdate(built.engine, config, samples(ORDERS[0]), mini_batches, TEMPERATURE, runtime.cpu_group)
+    update.old_logprobs()
+    metrics = update.step(lr, on_mini_batch=begin, on_step=stepped)
+    return {"counts": counts, "skipped": metrics["actor/skipped_steps"]}

@@ -17,7 +17,7 @@ def test_names_are_verls() -> None:
     expected = """timing_s/gen timing_s/reward timing_s/old_log_prob timing_s/ref timing_s/adv timing_s/update_actor
     timing_s/update_weights timing_s/step actor/pg_loss actor/entropy actor/kl_loss actor/ppo_kl actor/pg_clipfrac
     actor/grad_norm actor/lr critic/score critic/rewards critic/advantages critic/returns response_length prompt_length
-    perf/throughput perf/total_num_tokens perf/time_per_step perf/max_memory_allocated_gb
+    perf/throughput perf/total_num_tokens perf/time_per_step perf/max_memory_allocated_gb perf/mfu/actor
     training/rollout_probs_diff_max training/rollout_probs_diff_mean training/rollout_probs_diff_std
     training/global_step training/epoch"""
     assert names == set(expected.split())
