@@ -26,10 +26,10 @@ def main(runtime: Any, directory: str, cases: list[dict[str, Any]], actor: str) 
     }
 
 
-def three_steps(runtime: Any, registry: GroupRegistry, root: Path, name: str, model: str, tied: bool, train: str,
-                dtype: str = "float32") -> dict[str, Any]:  # fmt: skip
+def three_steps(runtime: Any, registry: GroupRegistry, root: Path, name: str, model: str, train: str,
+                options: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
     """Three optimiser steps over rows of different lengths, as many as it takes and not the same number everywhere."""
-    built = build_engine(runtime, registry, root / model, train, dtype)
+    built = build_engine(runtime, registry, root / model, train, model_options=options)
     engine, groups = built.engine, built.groups
     norms, before = [], []
     for step in range(3):

@@ -8,10 +8,11 @@ from rl3d.layout import stage_chunks
 from tests.ranks import run_ranks
 from tests.reference import hf_llama, response_logprobs, save_llama, sequences, train_reference
 
-# (layers, tied, layout) on four ranks; dp follows
+# (layers, tied, layout) on four ranks; dp follows. Less memory: sequence parallel, every layer computed again
+LESS = "/less"
 CASES = [
-    (5, False, "tp2.pp2.zero1"), (5, True, "tp1.pp2.zero1"), (5, False, "tp1.pp4.zero1"),
-    (4, True, "tp1.pp2.vpp2.zero1"), (4, False, "tp2.pp2.vpp2.zero1"), (5, True, "tp2.pp2.vpp2.zero1"),
+    (5, True, "tp2.pp2.zero1"), (5, False, "tp1.pp4.zero1"),
+    (4, True, "tp1.pp2.vpp2.zero1"), (4, False, "tp2.pp2.vpp2.zero1"), (5, True, "tp2.pp2.vpp2.zero1" + LESS),
     (9, True, "tp1.pp4.vpp2.zero1"),
 ]  # fmt: skip
 
@@ -34,10 +35,12 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def everything(root):
+    less = {"sequence_parallel": True, "recompute": "full"}
     cases = [
-        {"name": f"{_model(layers, tied)}-{train}", "model": _model(layers, tied), "tied": tied, "train": train}
+        {"name": f"{_model(layers, tied)}-{train.replace('/', '-')}", "model": _model(layers, tied),
+         "train": train.removesuffix(LESS), "options": less if train.endswith(LESS) else {}}
         for layers, tied, train in CASES
-    ]
+    ]  # fmt: skip
     arguments = {"directory": str(root), "cases": cases, "actor": ACTOR}
     return run_ranks("tests.engine.pipeline_checks:main", 4, arguments, timeout=240)
 
