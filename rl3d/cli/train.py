@@ -78,7 +78,7 @@ def _summary(cfg: "RunConfig", hf_config: dict[str, Any]) -> str:
         ("generate", f"{layout.gen}, {replicas} {'copy' if replicas == 1 else 'copies'} of the model"),
         ("data", sources),
         ("step", f"{algorithm.batch_size} prompts x {n} samples, mini-batches of {algorithm.mini_batch_size} prompts"),
-        ("reward", ", ".join(term.function for term in cfg.reward.terms)),
+        ("reward", ", ".join(term.what for term in cfg.reward.terms)),
         ("length", length),
         ("writes", str(cfg.run_dir)),
     ]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rl3d.config.base import ConfigError, Problem, Section
+from rl3d.config.rewards import RewardFunction
 from rl3d.layout.parallel import GenLayout, TrainLayout, check_order
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -263,30 +264,19 @@ class RolloutConfig(Section):
         return 0 if value == -1 else value  # other trainers write -1 for off
 
 
-class RewardFunction(Section):
-    """One reward among several."""
-
-    function: str = Field(description="module:name, file.py:name, or reasoning_gym (the task's own verifier).")
-    weight: float = Field(default=1.0, description="Weight in the sum.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments passed with every call.")
-
-    @field_validator("function")
-    @classmethod
-    def _form(cls, value: str) -> str:
-        if value != "reasoning_gym" and not re.fullmatch(r"[\w./\\-]+:[A-Za-z_][\w.]*", value):
-            raise ValueError("expected module:name, file.py:name or reasoning_gym")
-        return value
-
-
 class RewardConfig(Section):
     """How responses are scored."""
 
     function: str | None = Field(default=None, description="Short for functions with one entry of weight 1.")
     functions: list[RewardFunction] = Field(
-        default_factory=list, description="Rewards, {function, weight, kwargs} each; the score is the weighted sum."
+        default_factory=list,
+        description="Rewards, {function, weight, kwargs}, {model, weight, ...} or {url, weight, ...} each; the score is the "
+        "weighted sum.",
     )
-    workers: PositiveInt = Field(default=4, description="Concurrent calls on one rank.")
-    timeout_s: float = Field(default=30.0, gt=0, description="Seconds for one call; a late sample is marked failed.")
+    workers: PositiveInt = Field(default=4, description="Concurrent calls of functions on one replica.")
+    timeout_s: float = Field(
+        default=30.0, gt=0, description="Seconds for one call of a function; a late sample is marked failed."
+    )
     max_failure_rate: float = Field(
         default=0.1,
         ge=0,

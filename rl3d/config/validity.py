@@ -131,7 +131,9 @@ def _file_problems(cfg: RunConfig) -> list[Problem]:
         if source.kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
             problems.append(Problem(key, "reasoning-gym is not installed; pip install reasoning-gym", source.source))
     for index, term in enumerate(cfg.reward.functions):
-        if not _importable(term.function):
+        if term.model is not None:
+            problems += _reward_model_problems(f"reward.functions.{index}.model", term.model)
+        if term.function is not None and not _importable(term.function):
             problems.append(
                 Problem(
                     f"reward.functions.{index}.function",
@@ -156,6 +158,24 @@ def _file_problems(cfg: RunConfig) -> list[Problem]:
         text = "no such checkpoint directory; expected auto, never or a directory"
         problems.append(Problem("trainer.resume", text, cfg.trainer.resume))
     return problems
+
+
+def _reward_model_problems(key: str, model: str) -> list[Problem]:
+    hub_id, directory = HubId.parse(model), Path(model).expanduser()
+    try:
+        path = hub_id.file("config.json") if hub_id is not None else directory / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except HubError as error:
+        return [Problem(key, str(error), model)]
+    except (OSError, ValueError):
+        return [Problem(key, "no readable config.json there; give a Hugging Face model directory or a hub id", model)]
+    names = config.get("architectures") or []
+    labels = config.get("num_labels", len(config.get("id2label") or ()) or 2)  # transformers leaves out its default of two
+    if names and not any("ForSequenceClassification" in name or "RewardModel" in name for name in names):
+        return [Problem(key, f"a {names[0]}; expected a sequence classifier with one label", model)]
+    if labels != 1:
+        return [Problem(key, f"a classifier with {labels} labels; expected one with num_labels = 1", model)]
+    return []
 
 
 def _importable(function: str) -> bool:

@@ -67,34 +67,35 @@ class RewardFunction:
         return score
 
     def _call(self, sample: Sample, prompt: Prompt) -> Any:
-        columns = {**_columns(sample, prompt), **self.kwargs}
+        given = {**columns(sample, prompt), **self.kwargs}
         if self._parameters is None:
-            return self.fn(columns["prompt"], columns["response"])
+            return self.fn(given["prompt"], given["response"])
         leading = [p for p in self._parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
         pair = ("prompt", "response")
-        by_position = len(leading) == 2 and all(p.name == own or p.name not in columns for p, own in zip(leading, pair))
-        positional: list[Any] = [columns[own] for own in pair] if by_position else []
+        by_position = len(leading) == 2 and all(p.name == own or p.name not in given for p, own in zip(leading, pair))
+        positional: list[Any] = [given[own] for own in pair] if by_position else []
         keywords: dict[str, Any] = {}
         for p in self._parameters[len(positional) :]:
             if p.kind is p.VAR_POSITIONAL:
                 continue
             if p.kind is p.VAR_KEYWORD:
                 used = {q.name for q in self._parameters} | set(pair if positional else ())
-                keywords.update({name: value for name, value in columns.items() if name not in used})
-            elif p.name in columns:
+                keywords.update({name: value for name, value in given.items() if name not in used})
+            elif p.name in given:
                 if p.kind is p.POSITIONAL_ONLY:
-                    positional.append(columns[p.name])
+                    positional.append(given[p.name])
                 else:
-                    keywords[p.name] = columns[p.name]
+                    keywords[p.name] = given[p.name]
             elif p.default is p.empty:
                 raise RewardError(
                     f"reward {self.name} asks for {p.name!r}, which sample {sample.uid} does not have; there is "
-                    f"{', '.join(columns)}"
+                    f"{', '.join(given)}"
                 )
         return self.fn(*positional, **keywords)
 
 
-def _columns(sample: Sample, prompt: Prompt) -> dict[str, Any]:
+def columns(sample: Sample, prompt: Prompt) -> dict[str, Any]:
+    """What a reward may ask for, by name."""
     return {
         **prompt.extra,
         "prompt": prompt.text if prompt.text is not None else _last_user_text(prompt.messages or []),
@@ -148,13 +149,21 @@ def _verifier(task: str) -> Callable[[str | None, Any], float]:
         return _verifiers[task]
 
 
-def resolve_reward(function: str | Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
-    """A reward from ``module:name``, ``file.py:name``, ``reasoning_gym``, or a Python function.
+def resolve_reward(function: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
+    """A reward from ``module:name``, ``file.py:name``, ``reasoning_gym``, a Python function, or a module of torch.
 
-    Modules are looked for in the working directory too. Raises :class:`RewardError` naming what is missing.
+    Modules are looked for in the working directory too. Whatever has ``scores(pairs)`` is a reward already. Raises
+    :class:`RewardError` naming what is missing.
     """
     if isinstance(function, RewardFunction):
         return RewardFunction(function.fn, {**function.kwargs, **(kwargs or {})}, function.name)
+    if hasattr(function, "scores") and hasattr(function, "at_boundary"):
+        return function
+    if "torch" in sys.modules and isinstance(function, sys.modules["torch"].nn.Module):
+        from rl3d.rewards.models import ModelReward
+
+        parameter = next(function.parameters(), None)
+        return ModelReward(function, device="cpu" if parameter is None else parameter.device)
     if not isinstance(function, str):
         return RewardFunction(function, kwargs)
     if function == "reasoning_gym":
@@ -169,6 +178,8 @@ def resolve_reward(function: str | Callable[..., Any], kwargs: Mapping[str, Any]
         if not hasattr(found, part):
             raise RewardError(f"reward {function!r}: {place} has no {name!r}")
         found = getattr(found, part)
+    if "torch" in sys.modules and isinstance(found, sys.modules["torch"].nn.Module):
+        return resolve_reward(found)
     return RewardFunction(found, kwargs, function)
 
 

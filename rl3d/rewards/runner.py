@@ -12,10 +12,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from rl3d.data.batch import Prompt, Sample
 from rl3d.rewards.functions import RewardError, RewardFunction, resolve_reward
+from rl3d.rewards.http import RewardUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,27 @@ _TRACEBACKS_KEPT = 4
 
 class RewardFailure(RuntimeError):
     """Too large a share of a step's samples could not be scored. Holds the first traceback."""
+
+
+class Scorer(Protocol):
+    """A reward with threads of its own, such as :class:`~rl3d.rewards.http.HttpReward` and
+    :class:`~rl3d.rewards.models.ModelReward`, which therefore never keeps the functions waiting.
+
+    ``workers`` calls run at a time, each with up to ``batch_size`` samples; one that is not back after ``timeout_s`` is
+    given up. With ``at_boundary`` it gets all samples at once when sampling is over, in the main thread.
+    """
+
+    name: str
+    workers: int
+    batch_size: int
+    timeout_s: float
+
+    @property
+    def at_boundary(self) -> bool: ...
+
+    def scores(self, pairs: Sequence[tuple[Sample, Prompt]]) -> Sequence[float | Exception]:
+        """A score for each sample, or the reason why there is none; an exception raised concerns all of them."""
+        ...
 
 
 @dataclass(eq=False)
@@ -44,26 +66,47 @@ class _Call:
 
     job: _Job
     index: int
+    lane: "_Lane"
     deadline: float = float("inf")
     settled: bool = False
 
 
-@dataclass
-class _Tally:
+@dataclass(eq=False)
+class _Lane:
+    """Threads with an inbox: one for all functions, one for each :class:`Scorer`. Counts are of the step."""
+
+    workers: int
+    batch_size: int
+    timeout_s: float
+    patience: int  # time-outs without any score after which a step is not tried further: each would be waited for in turn
+    inbox: "queue.SimpleQueue[_Call | None]" = field(default_factory=queue.SimpleQueue)
+    threads: int = 0
     scored: int = 0
-    failed: int = 0
     timeouts: int = 0
-    tracebacks: list[str] = field(default_factory=list)
+
+    def take(self, first: _Call) -> list[_Call]:
+        """``first`` and what waits behind it, up to a batch."""
+        calls = [first]
+        while len(calls) < self.batch_size:
+            try:
+                call = self.inbox.get_nowait()
+            except queue.Empty:
+                break
+            if call is None:  # the word to stop is for whoever comes next
+                self.inbox.put(None)
+                break
+            calls.append(call)
+        return calls
 
 
 class RewardRunner:
     """Scores samples with one or several reward functions, ``workers`` calls at a time.
 
     Args:
-        functions: reward functions, or pairs of a function and its weight (default 1). A sample's score is the weighted
-            sum. What :func:`rl3d.rewards.functions.resolve_reward` takes is taken.
-        workers: concurrent calls.
-        timeout_s: seconds for one call, counted from its start.
+        functions: rewards, or pairs of a reward and its weight (default 1). A sample's score is the weighted sum. What
+            :func:`rl3d.rewards.functions.resolve_reward` takes is taken, and a :class:`Scorer`.
+        workers: concurrent calls of functions.
+        timeout_s: seconds for one call of a function, counted from its start.
         max_failure_rate: a larger share of failed samples makes :meth:`check_failures` raise.
 
     ``scored_total`` and ``failed_total`` count samples over the runner's life.
@@ -82,16 +125,24 @@ class RewardRunner:
         if workers < 1 or timeout_s <= 0:
             raise RewardError(f"reward workers={workers} must be at least 1 and timeout_s={timeout_s} greater than 0")
         pairs = [item if isinstance(item, tuple) else (item, 1.0) for item in functions]
-        self.functions: list[RewardFunction] = [resolve_reward(function) for function, _ in pairs]
-        self.weights = [float(weight) for _, weight in pairs]
+        every = [(resolve_reward(function), float(weight)) for function, weight in pairs]
+        beside = [pair for pair in every if isinstance(pair[0], RewardFunction) or not pair[0].at_boundary]
+        self.functions: list[RewardFunction | Scorer] = [function for function, _ in beside]
+        self.weights = [weight for _, weight in beside]
+        self.at_boundary: list[tuple[Scorer, float]] = [pair for pair in every if pair not in beside]
+        self._several = len(every) > 1
+        shared = _Lane(workers, 1, timeout_s, patience=4 * workers)
+        self._lane_of = [
+            shared if isinstance(f, RewardFunction) else _Lane(f.workers, f.batch_size, f.timeout_s, patience=f.workers)
+            for f in self.functions
+        ]
+        self._lanes = list(dict.fromkeys(self._lane_of))
         self.workers, self.timeout_s, self.max_failure_rate = workers, timeout_s, max_failure_rate
         self.scored_total = 0
         self.failed_total = 0
         self._lock = threading.Condition()
-        self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._running: set[_Call] = set()
-        self._step = _Tally()
-        self._threads = 0
+        self._tracebacks = 0
         self._closed = False
         self._clock: threading.Thread | None = None
 
@@ -102,19 +153,56 @@ class RewardRunner:
 
         The future holds a copy with ``score`` set, or with ``failed`` true, ``score`` None and ``info["error"]``. It
         raises nothing: look at ``failed``. ``info["rewards"]`` has the unweighted score of each of several functions.
+        Rewards ``at_boundary`` are not in it yet: :meth:`finish` adds them.
         """
         job = _Job(sample, prompt, Future(), [None] * len(self.functions))
         with self._lock:
             if self._closed:
                 raise RewardError("the reward runner is closed")
             self._start_threads()
-        for index in range(len(self.functions)):
-            self._inbox.put(_Call(job, index))
+        for index, lane in enumerate(self._lane_of):
+            lane.inbox.put(_Call(job, index, lane))
+        if not self.functions:
+            self.scored_total += 1
+            job.future.set_result(self._result(job))
         return job.future
 
     def score(self, sample: Sample, prompt: Prompt) -> Sample:
         """:meth:`submit` and wait."""
-        return self.submit(sample, prompt).result()
+        return self.finish([self.submit(sample, prompt).result()], [prompt])[0]
+
+    def finish(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Sample]:
+        """Add the rewards that run ``at_boundary``, in the order in which they were given, to scored samples.
+
+        ``prompts`` are those of the samples, each once, in any order. What fails here is marked like any other failure.
+        """
+        out = list(samples)
+        of = {prompt.uid: prompt for prompt in prompts}
+        for scorer, weight in self.at_boundary:
+            rows = [index for index, sample in enumerate(out) if not sample.failed]
+            pairs = [(out[index], of[out[index].uid.rsplit("-", 1)[0]]) for index in rows]
+            for index, outcome in zip(rows, self._outcomes(scorer, pairs), strict=True):
+                out[index] = self._add(out[index], scorer.name, weight, outcome)
+        return out
+
+    @staticmethod
+    def _outcomes(scorer: Scorer, pairs: Sequence[tuple[Sample, Prompt]]) -> Sequence[float | Exception]:
+        try:
+            return scorer.scores(pairs) if pairs else []
+        except Exception as error:
+            return [error] * len(pairs)
+
+    def _add(self, sample: Sample, name: str, weight: float, outcome: float | Exception) -> Sample:
+        info = dict(sample.info)
+        if isinstance(outcome, Exception):
+            with self._lock:
+                self.scored_total -= 1
+                self.failed_total += 1
+            info |= {"error": f"{type(outcome).__name__}: {outcome}"}
+            return replace(sample, score=None, failed=True, info=info)
+        if self._several:
+            info["rewards"] = {**info.get("rewards", {}), name: outcome}
+        return replace(sample, score=(sample.score or 0.0) + weight * outcome, info=info)
 
     def check_failures(self, samples: Sequence[Sample]) -> int:
         """Number of failed ones among a step's samples, which may come from other ranks' runners too.
@@ -123,7 +211,9 @@ class RewardRunner:
         :class:`RewardFailure` with the first traceback when their share is above ``max_failure_rate``.
         """
         with self._lock:
-            self._step = _Tally()
+            self._tracebacks = 0
+            for lane in self._lanes:
+                lane.scored = lane.timeouts = 0
         failed = [s for s in samples if s.failed]
         if not failed:
             return 0
@@ -142,15 +232,16 @@ class RewardRunner:
         with self._lock:
             self._closed = True
             self._lock.notify_all()
-        waiting = []
-        while not self._inbox.empty():
-            call = self._inbox.get()
-            if call is not None:
-                waiting.append(call)
-        for call in waiting:
-            self._settle(call, None, "the reward runner was closed")
-        for _ in range(self._threads):
-            self._inbox.put(None)
+        for lane in self._lanes:
+            waiting = []
+            while not lane.inbox.empty():
+                call = lane.inbox.get()
+                if call is not None:
+                    waiting.append(call)
+            for call in waiting:
+                self._settle(call, None, "the reward runner was closed")
+            for _ in range(lane.threads):
+                lane.inbox.put(None)
 
     def __enter__(self) -> "RewardRunner":
         return self
@@ -161,32 +252,49 @@ class RewardRunner:
     # ---- threads (all daemons: a hanging reward must not keep the process alive)
 
     def _start_threads(self) -> None:
-        while self._threads < self.workers:
-            self._threads += 1
-            threading.Thread(target=self._work, name="rl3d-reward", daemon=True).start()
+        for lane in self._lanes:
+            while lane.threads < lane.workers:
+                lane.threads += 1
+                threading.Thread(target=self._work, args=(lane,), name="rl3d-reward", daemon=True).start()
         if self._clock is None:
             self._clock = threading.Thread(target=self._watch, name="rl3d-reward-clock", daemon=True)
             self._clock.start()
 
-    def _work(self) -> None:
-        while (call := self._inbox.get()) is not None:
+    def _work(self, lane: _Lane) -> None:
+        while (first := lane.inbox.get()) is not None:
+            calls = lane.take(first)
             with self._lock:
-                # A step in which nothing but time-outs happen would wait for each in turn: stop trying.
-                hopeless = not self._step.scored and self._step.timeouts >= 4 * self.workers
+                hopeless = not lane.scored and lane.timeouts >= lane.patience
                 if not hopeless:
-                    call.deadline = time.monotonic() + self.timeout_s
-                    self._running.add(call)
+                    for call in calls:
+                        call.deadline = time.monotonic() + lane.timeout_s
+                        self._running.add(call)
                     self._lock.notify_all()
             if hopeless:
-                self._settle(call, None, f"not tried after {self._step.timeouts} time-outs and no score")
+                for call in calls:
+                    self._settle(call, None, f"not tried after {lane.timeouts} time-outs and no score")
                 continue
-            function = self.functions[call.index]
-            try:
-                score, error = function(call.job.sample, call.job.prompt), None
-            except BaseException:  # whatever it is, it ends this sample and not this worker
-                score, error = None, traceback.format_exc()
-            if not self._settle(call, score, error):
+            stale = False
+            for call, (score, error, unavailable) in zip(calls, self._outcome(calls), strict=True):
+                stale |= not self._settle(call, score, error, timeout=unavailable and call is first)
+            if stale:
                 return  # given up while it ran; another worker has taken this one's place
+
+    def _outcome(self, calls: Sequence[_Call]) -> list[tuple[float | None, str | None, bool]]:
+        """For each call its score, or what went wrong and whether that was a service out of reach."""
+        function = self.functions[calls[0].index]
+        try:
+            if isinstance(function, RewardFunction):
+                return [(function(call.job.sample, call.job.prompt), None, False) for call in calls]
+            found = function.scores([(call.job.sample, call.job.prompt) for call in calls])
+        except RewardUnavailable as error:
+            return [(None, f"RewardUnavailable: {error}", True)] * len(calls)
+        except BaseException:  # whatever it is, it ends these samples and not this worker
+            return [(None, traceback.format_exc(), False)] * len(calls)
+        return [
+            (None, f"{type(value).__name__}: {value}", False) if isinstance(value, Exception) else (value, None, False)
+            for value in found
+        ]
 
     def _watch(self) -> None:
         while True:
@@ -197,13 +305,13 @@ class RewardRunner:
                 late = [call for call in self._running if call.deadline <= now]
                 if not late:
                     soonest = min((call.deadline for call in self._running), default=None)
-                    self._lock.wait(None if soonest is None else soonest - now)
+                    self._lock.wait(None if soonest in (None, float("inf")) else soonest - now)
                     continue
             for call in late:
                 name = self.functions[call.index].name
-                text = f"TimeoutError: reward {name} took more than reward.timeout_s={self.timeout_s:g} s"
+                text = f"TimeoutError: reward {name} took more than reward.timeout_s={call.lane.timeout_s:g} s"
                 if self._settle(call, None, text, timeout=True) and not self._closed:
-                    threading.Thread(target=self._work, name="rl3d-reward", daemon=True).start()
+                    threading.Thread(target=self._work, args=(call.lane,), name="rl3d-reward", daemon=True).start()
 
     def _settle(self, call: _Call, score: float | None, error: str | None, timeout: bool = False) -> bool:
         """Record the outcome of a call unless it has one already; resolves the sample after its last call."""
@@ -213,12 +321,12 @@ class RewardRunner:
                 return False
             call.settled = True
             self._running.discard(call)
-            self._step.timeouts += timeout
-            self._step.scored += error is None
+            call.lane.timeouts += timeout
+            call.lane.scored += error is None
             if error is not None and job.error is None:
                 job.error = error
-                if "Traceback" in error and len(self._step.tracebacks) < _TRACEBACKS_KEPT:
-                    self._step.tracebacks.append(error)
+                if "Traceback" in error and self._tracebacks < _TRACEBACKS_KEPT:
+                    self._tracebacks += 1
                     job.sample.info["traceback"] = error
             job.scores[call.index] = score
             done = job.error is not None or all(s is not None for s in job.scores)
@@ -238,7 +346,7 @@ class RewardRunner:
         scores = [s for s in job.scores if s is not None]
         total = sum(weight * score for weight, score in zip(self.weights, scores, strict=True))
         info = dict(job.sample.info)
-        if len(scores) > 1:
+        if self._several and scores:
             info["rewards"] = {function.name: score for function, score in zip(self.functions, scores)}
         return replace(job.sample, score=total, failed=False, info=info)
 

@@ -188,6 +188,19 @@ def run_sampling_and_rewarding(ctx: StepContext, flows: Flows) -> list[Sample]:
     return _drain(scored if workers else produced)
 
 
+def score_at_boundary(ctx: StepContext, samples: Sequence[Sample]) -> list[Sample]:
+    """Add the rewards that do not run beside sampling, models on the GPU, to this replica's samples; no communication.
+
+    After the switch to training, when the KV cache is gone.
+    """
+    if not samples or not ctx.rewards.at_boundary:
+        return list(samples)
+    start = time.perf_counter()
+    out = ctx.rewards.finish(samples, ctx.prompts)
+    ctx.timings[names.TIMING_REWARD] = ctx.timings.get(names.TIMING_REWARD, 0.0) + time.perf_counter() - start
+    return out
+
+
 def _guarded(flow: RewardingFlow, ctx: StepContext, inbox: Any, out: Any, errors: list[BaseException]) -> None:
     try:
         flow(ctx, inbox, out)

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl3d.config import RunConfig, check, load_config, model_dir, resolve
 from rl3d.config.base import ConfigError, Problem
+from rl3d.config.sections import RewardFunction
 from rl3d.data.dataset import PromptDataset, PromptStream
 from rl3d.data.sources import load_rows
 from rl3d.data.tiny import make_tiny_model
@@ -19,6 +22,8 @@ from rl3d.engine.actor import Actor
 from rl3d.engine.download import local_directory
 from rl3d.models.support import refuse_unsupported
 from rl3d.rewards.functions import resolve_reward
+from rl3d.rewards.http import HttpReward
+from rl3d.rewards.models import ModelReward
 from rl3d.rewards.runner import RewardRunner
 from rl3d.trainer import checkpoint
 from rl3d.trainer.trainer import RLTrainer
@@ -74,13 +79,34 @@ def build(config: RunConfig) -> RLTrainer:
         seed=config.trainer.seed, timeout_s=config.trainer.timeout_s,
     )  # fmt: skip
     reward = config.reward
-    functions = [(resolve_reward(term.function, term.kwargs), term.weight) for term in reward.terms]
+    functions = [(_reward(config, term, actor), term.weight) for term in reward.terms]
     rewards = RewardRunner(functions, workers=reward.workers, timeout_s=reward.timeout_s,
                            max_failure_rate=reward.max_failure_rate)  # fmt: skip
     if runtime.rank == 0:
         print(_opening(config, actor), flush=True)
     return RLTrainer(actor, tokenizer, stream, algorithm, rewards, rollout=rollout, trainer=config.trainer,
                      run_config=config)  # fmt: skip
+
+
+def _reward(config: RunConfig, term: RewardFunction, actor: Actor) -> Any:
+    """One reward of the configuration; models are read by the ranks that score, the leaders of the replicas."""
+    if term.function is not None:
+        return resolve_reward(term.function, term.kwargs)
+    if term.url is not None:
+        return HttpReward(
+            term.url, timeout_s=term.timeout_s or config.reward.timeout_s, retries=term.retries, kwargs=term.kwargs,
+            concurrency=term.concurrency, batch_size=term.samples_per_request, headers=term.headers,
+        )  # fmt: skip
+    assert term.model is not None
+    remote_code = config.model.trust_remote_code
+    device = torch.device("cpu") if term.device == "cpu" else actor.runtime.device
+    model = ModelReward(
+        local_directory(term.model, actor.runtime, remote_code=remote_code), name=term.model, residency=term.residency,
+        device=device, dtype=torch.float32 if device.type == "cpu" else actor.settings.dtype,
+        system_prompt=config.data.system_prompt, trust_remote_code=remote_code,
+    )  # fmt: skip
+    groups = actor.parts.gen_groups
+    return model.load() if groups is not None and groups.tp_rank == 0 else model
 
 
 def _opening(config: RunConfig, actor: Actor) -> str:
@@ -98,8 +124,6 @@ def _opening(config: RunConfig, actor: Actor) -> str:
 
 
 def _deterministic(config: RunConfig) -> None:
-    import torch
-
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
@@ -109,6 +133,7 @@ def _model(config: RunConfig, runtime: Runtime) -> Path:
     if config.model.path is not None:
         given = model_dir(config) or config.model.path
         return local_directory(given, runtime, remote_code=config.model.trust_remote_code)
+    assert config.model.random is not None
     directory = config.run_dir / "model"
     if runtime.rank == 0 and not (directory / "config.json").is_file():
         make_tiny_model(directory, dict(config.model.random.config), config.model.random.seed)

@@ -17,7 +17,7 @@ from rl3d.trainer import checkpoint
 from rl3d.trainer import metrics as names
 from rl3d.trainer.console import Console
 from rl3d.trainer.exchange import exchange
-from rl3d.trainer.flows import Flows, StepContext, run_sampling_and_rewarding
+from rl3d.trainer.flows import Flows, StepContext, run_sampling_and_rewarding, score_at_boundary
 from rl3d.trainer.loggers import MetricsWriter, write_samples
 from rl3d.trainer.schedule import learning_rate
 
@@ -35,8 +35,10 @@ class RLTrainer:
         dataset: rows with ``prompt`` and optional ``answer`` (a list of dicts, a Hugging Face dataset, ...), a
             :class:`~rl3d.data.dataset.PromptDataset`, or a stream over one.
         config: the algorithm; by default the actor's.
-        reward_fn: ``reward_fn(prompt, response) -> float`` (other columns reach it by name), a list of such functions,
-            or a :class:`~rl3d.rewards.runner.RewardRunner`.
+        reward_fn: ``reward_fn(prompt, response) -> float`` (other columns reach it by name), a
+            :class:`~rl3d.rewards.models.ModelReward`, a :class:`~rl3d.rewards.http.HttpReward`, a ``torch.nn.Module`` that
+            scores token ids, a list of these (or of pairs with a weight), or a
+            :class:`~rl3d.rewards.runner.RewardRunner`.
         rollout, trainer: those sections of a run's configuration.
         flows: your own sampling, rewarding or updating flow.
         run_config: the whole configuration of the run, shown by loggers.
@@ -142,6 +144,7 @@ class RLTrainer:
         mine = run_sampling_and_rewarding(ctx, self.flows)
         back = actor.switch_to_training()
         ctx.timings[names.TIMING_UPDATE_WEIGHTS] = switch.total_seconds + back.total_seconds
+        mine = score_at_boundary(ctx, mine)
 
         samples = exchange(mine, ctx.prompts, n, actor.parts.gen_groups, self.runtime.cpu_group)
         self.rewards.check_failures(samples)

@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+
+from rl3d.data.tiny import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -95,3 +98,33 @@ def test_a_killed_run_resumes_to_the_same_end(tmp_path):
         assert {k: row[k] for k in same} == {k: other[k] for k in same}
     for file in sorted((a / "hf").glob("*.safetensors")):
         assert file.read_bytes() == (b / "hf" / file.name).read_bytes()
+
+
+@pytest.mark.slow
+def test_rewards_of_every_kind_in_one_run(tmp_path):
+    """A function, a service and a model, through the configuration: two replicas, each scores its own samples."""
+    from tests.rewards.test_http import Service
+    from tests.rewards.test_models import decoder
+
+    torch.manual_seed(0)
+    train_tokenizer(tmp_path / "judge")
+    decoder().save_pretrained(tmp_path / "judge")
+    service = Service()
+    service.script = [lambda h: h.answer(503, b"not yet")] + [lambda h: h.answer(200, {"scores": [0.25]})] * 1000
+    (tmp_path / "run.yaml").write_text((ROOT / "configs/tiny_learns.yaml").read_text())
+    rewards = (
+        "reward={functions: [{function: 'rl3d.rewards.tiny:score'}, {model: judge, weight: 0.5, residency: host}, "
+        f"{{url: '{service.url}', weight: 2.0, timeout_s: 5}}]}}"
+    )
+    done = rl3d("train", "run.yaml", "trainer.steps=2", *SMALL, "layout.gen=tp1", rewards, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = [json.loads(line) for line in (tmp_path / "runs/run/samples/step_1.jsonl").read_text().splitlines()]
+    for row in samples:
+        parts = row["rewards"]
+        assert row["score"] == pytest.approx(
+            parts["rl3d.rewards.tiny:score"] + 0.5 * parts["judge"] + 2 * parts[service.url], abs=1e-6
+        )
+        assert parts[service.url] == 0.25
+    assert len({row["rewards"]["judge"] for row in samples}) > 1
+    assert len(service.bodies) == 2 * 16 + 1
+    service.server.shutdown()

@@ -56,6 +56,13 @@ CASES = [
     ("layout.order=tp-pp", ["layout.order = 'tp-pp'", "tp-pp-dp"]),
     ("model.dtype=float16", ["model.dtype = 'float16'", "'bfloat16'"]),
     ("reward.function=score", ["reward.function = 'score'", "module:name"]),
+    ("reward={functions: [{}]}", ["reward.functions.0.function", "give one of function, model and url; there is none"]),
+    ("reward={functions: [{model: a/b, url: 'http://h/'}]}", ["there is model and url"]),
+    ("reward={functions: [{url: 'ftp://h/'}]}", ["reward.functions.0.url = 'ftp://h/'", "expected http://"]),
+    ("reward={functions: [{function: 'json:loads', retries: 5}]}", ["functions.0.retries = 5", "a setting of url"]),
+    ("reward={functions: [{url: 'http://h/', residency: host}]}", ["functions.0.residency = 'host'", "a setting of model"]),
+    ("reward={functions: [{model: ./none}]}", ["functions.0.model = './none'", "no readable config.json"]),
+    ("reward={functions: [{model: a/b}]}", ["functions.0.model = 'a/b'", "hf download a/b"]),
     ("data.train=hub:gsm8k", ["data.train.0.source = 'hub:gsm8k'", "reasoning_gym:TASK"]),
     ("data.train=[]", ["data.train = []", "at least 1"]),
     # keys that contradict one another
