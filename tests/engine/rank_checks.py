@@ -1,6 +1,5 @@
 """Checks that run on four ranks; the numbers go back to the test that asserts on them."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from rl3d.io import export_hf, import_hf
 from rl3d.layout import Mesh
 from rl3d.models import Architecture, parameter_specs
 from rl3d.models.build import build_model, canonical_parameters
+from tests.engine.cases import BUCKET, Case
 from tests.reference import Sequence, sequences
 
 TEMPERATURE = 0.7
-BUCKET = 20_000  # elements of a reduction bucket: several fill up in one backward pass
 
 
 def packed(batch: list[Sequence]) -> MicroBatch:
@@ -80,34 +79,6 @@ def train(runtime: Any, directory: str, cases: list[dict[str, Any]]) -> list[dic
     bootstrap.init_deepspeed()
     registry = GroupRegistry(60)
     return [_train(runtime, registry, Path(directory), Case(**case)) for case in cases]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layout and how it is trained; the defaults are those of a plain run."""
-
-    tp: int
-    pp: int
-    zero: int
-    tied: bool = False
-    dtype: str = "float32"
-    packed: bool = True
-    sp: bool = False
-    recompute: str = "none"
-    offload: str = "none"
-    model: str = "llama"
-
-    @property
-    def source(self) -> str:
-        """Directory of the model."""
-        return self.model if self.model != "llama" else "tied" if self.tied else "untied"
-
-    @property
-    def name(self) -> str:
-        parts = [f"tp{self.tp}.pp{self.pp}.zero{self.zero}", self.source, self.dtype]
-        parts += ["padded"] * (not self.packed) + ["sp"] * self.sp + [self.recompute] * (self.recompute != "none")
-        parts += [self.offload] * (self.offload != "none")
-        return "-".join(parts)
 
 
 def _train(runtime: Any, registry: GroupRegistry, root: Path, case: Case) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.engine.rank_checks import Case
+from tests.engine.cases import Case
 from tests.models import zoo
 from tests.ranks import run_ranks
 from tests.reference import hf_llama, train_reference

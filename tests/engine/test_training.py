@@ -3,7 +3,7 @@ each layout and each option of memory. ``test_training_table.py`` has all of the
 
 import pytest
 
-from tests.engine.rank_checks import BUCKET
+from tests.engine.cases import BUCKET
 from tests.engine.table import run_cases
 
 # (tp, pp) on four ranks; dp follows
