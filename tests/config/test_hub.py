@@ -14,7 +14,8 @@ from tests.hub import Hub, commit
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "max_position_embeddings": 128, "vocab_size": 100,
+    "num_key_value_heads": 4, "max_position_embeddings": 128, "vocab_size": 100, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
 RUN = """
 model: {path: org/small@v1, tokenizer: org/words}
