@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Any, TextIO, TypedDict
 
 
@@ -56,9 +57,11 @@ def attempt(key, what):
         say(key, {"ok": False, "error": f"{type(error).__name__}: {error}".splitlines()[0]})
 def torch_facts():
     import torch
-    found = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "nccl": ""}
+    found = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "nccl": "", "kernels": [], "needs": []}
     if torch.cuda.is_available():
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        found["kernels"] = torch.cuda.get_arch_list()
+        found["needs"] = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
@@ -149,7 +152,8 @@ def _probe() -> dict[str, dict[str, Any]]:
 def _torch(probe: dict[str, dict[str, Any]]) -> Part:
     facts = probe["torch"]
     if facts["ok"]:
-        return _part("PyTorch", True, facts["version"], required=True)
+        wrong = _out_of_range("torch", facts["version"])
+        return _part("PyTorch", not wrong, facts["version"], wrong, required=True)
     installed = _installed("torch")
     detail = f"import fails: {facts['error']}" if installed else "not installed; pip install torch"
     return _part("PyTorch", False, installed, detail, required=True)
@@ -162,9 +166,56 @@ def _cuda(probe: dict[str, dict[str, Any]]) -> Part:
     gpus = facts["gpus"]
     if gpus:
         kinds = ", ".join(sorted(set(gpus)))
-        return _part("CUDA", True, facts["cuda"] or "", f"{len(gpus)} device{'s' * (len(gpus) > 1)} ({kinds})")
-    build = "this PyTorch is a CPU build, " if facts["cuda"] is None else ""
-    return _part("CUDA", False, facts["cuda"] or "", f"0 devices; {build}ranks run on the CPU with gloo")
+        lacking = sorted({f"sm_{a}{b}" for a, b in facts["needs"] if not _has_kernels(facts["kernels"], a, b)})
+        wrong = (
+            f"; but this PyTorch has kernels for {', '.join(facts['kernels'])} and not for {', '.join(lacking)}: install a "
+            "build of PyTorch for another CUDA version"
+        )
+        detail = f"{len(gpus)} device{'s' * (len(gpus) > 1)} ({kinds}){wrong if lacking else ''}"
+        return _part("CUDA", not lacking, facts["cuda"] or "", detail)
+    if not _gpu_present():
+        build = "this PyTorch is a CPU build, " if facts["cuda"] is None else ""
+        return _part("CUDA", False, facts["cuda"] or "", f"0 devices; {build}ranks run on the CPU with gloo")
+    if facts["cuda"] is None:
+        detail = "this machine has a GPU and this PyTorch is a CPU build; install one with CUDA to use it"
+    else:
+        detail = "this machine has a GPU that this PyTorch cannot use: is the driver older than its CUDA, or "
+        detail += "CUDA_VISIBLE_DEVICES set? Update the driver, or install a build for an older CUDA"
+    return _part("CUDA", False, facts["cuda"] or "", detail)
+
+
+def _has_kernels(kernels: list[str], major: int, minor: int) -> bool:
+    """Code for sm_86 runs on 8.6 and later 8.x; PTX (compute_90) on 9.0 and everything later. sm_90a is 9.0 alone."""
+    for name in kernels:
+        kind, _, number = name.partition("_")
+        digits = number.rstrip("af")
+        built = (int(digits[:-1]), int(digits[-1]))
+        if kind == "compute" and built <= (major, minor):
+            return True
+        if built[0] == major and built[1] <= minor and (digits == number or built[1] == minor):
+            return True
+    return not kernels  # a build that does not tell
+
+
+def _gpu_present() -> bool:
+    return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
+
+
+def _out_of_range(distribution: str, found: str) -> str:
+    """What is wrong with a version, by what this rl3d asks for in its own metadata; empty when nothing is."""
+    try:
+        from packaging.requirements import Requirement
+
+        asked = [Requirement(text) for text in requires("rl3d") or []]
+    except (ImportError, PackageNotFoundError):  # a checkout that is not installed asks for nothing
+        return ""
+    for requirement in asked:
+        if requirement.name == distribution and not requirement.specifier.contains(found, prereleases=True):
+            text = f"rl3d needs {requirement.specifier}; "
+            if distribution == "torch":
+                return text + "install such a build for your CUDA version, or use an environment or container that has one"
+            return text + f"pip install '{requirement.name}{requirement.specifier}'"
+    return ""
 
 
 def _nccl(probe: dict[str, dict[str, Any]]) -> Part:
@@ -188,7 +239,8 @@ def _required(key: str, name: str, distribution: str, probe: Future[dict[str, di
     if not found:
         return _part(name, False, "", f"not installed; pip install {distribution}", required=True)
     facts = probe.result()[key]
-    return _part(name, facts["ok"], found, "" if facts["ok"] else f"import fails: {facts['error']}", required=True)
+    wrong = _out_of_range(distribution, found) if facts["ok"] else f"import fails: {facts['error']}"
+    return _part(name, not wrong, found, wrong, required=True)
 
 
 def _optional(name: str, distribution: str, module: str, off: str) -> Part:
