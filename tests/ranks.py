@@ -5,6 +5,9 @@
 where ``def main(runtime, tp): ...; return {"loss": 1.0}`` is called on every rank with the initialised
 `rl3d.distributed.bootstrap.Runtime`. Starting a rank costs seconds: put many checks into one call, and call it from a
 module- or session-scoped fixture.
+
+``RL3D_TEST_DEVICE=cuda pytest tests/engine tests/models`` runs the same checks, in fp32, on GPUs. With one GPU all ranks
+share it: ``RL3D_SHARE_GPU=1 NCCL_MULTI_RANK_GPU_ENABLE=1`` and NCCL 2.30 or newer.
 """
 
 import json
@@ -15,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+DEVICE = os.environ.get("RL3D_TEST_DEVICE", "cpu")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -47,8 +51,9 @@ def run_ranks(target: str, nproc: int, args: dict[str, Any] | list[Any] | None =
             **{key: value for key, value in os.environ.items() if not key.startswith("SLURM_")},
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": path,
-            "CUDA_VISIBLE_DEVICES": "",
         }
+        if DEVICE == "cpu":
+            env["CUDA_VISIBLE_DEVICES"] = ""
         result = run_local(argv, nproc, log_dir=scratch, env=env, timeout_s=timeout)
         if result.code != 0:
             others = [rank for rank in range(nproc) if not result.traceback or rank != result.failed_rank]
@@ -66,7 +71,13 @@ def _main(target: str, args_json: str, result_file: str, timeout: str) -> None:
     from rl3d.distributed import bootstrap, failures, platform
 
     platform.prepare()
-    runtime = bootstrap.init(timeout_s=float(timeout), device="cpu")
+    runtime = bootstrap.init(timeout_s=float(timeout), device=DEVICE)
+    if DEVICE != "cpu":  # the numbers are compared in fp32, and an actor's default there is bf16
+        import torch
+
+        from rl3d.engine import actor
+
+        actor.DEFAULT_DTYPES[DEVICE] = torch.float32
     with failures.guard(runtime):
         module, _, name = target.partition(":")
         args = json.loads(args_json)

@@ -25,6 +25,8 @@ from rl3d.io.export_hf import export_hf
 from rl3d.layout import GenLayout, TrainLayout
 from rl3d.models import Architecture
 
+DEFAULT_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+"""What ``dtype="auto"`` means on each kind of device."""
 _actors = itertools.count()  # every rank makes its actors in the same order, so the numbers agree
 
 
@@ -389,7 +391,7 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return DEFAULT_DTYPES.get(device.type, torch.float32)
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"dtype {dtype!r} is not supported; expected 'auto', 'bfloat16' or 'float32'")
     return getattr(torch, dtype)
