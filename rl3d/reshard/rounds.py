@@ -16,7 +16,7 @@ from rl3d.reshard.boxes import Ints
 ALIGN = 16
 """Messages start at multiples of this many bytes in staging memory; staging is budgeted as if every stream did."""
 
-WINDOW = 16
+WINDOW = 8
 """Streams of one sender looked at together where there are very many."""
 
 
@@ -63,14 +63,14 @@ def fill_buckets(streams: Streams, ranks: int, cap: int) -> Portions:
         order = order[ready[order] > 0]
         line, amount = _match(src[order], dst[order], ready[order], streams.slack[alive[order]], ranks, cap, crumb)
         chosen, amount = alive[order[line]], amount
-        times = _steady(chosen, amount, ready[order[line]], left, done, streams.parent, load, cap)
+        times = _steady(chosen, amount, ready[order[line]], left, streams.parent, load, cap)
         for _ in range(times):
             out.append((chosen, np.full(len(chosen), bucket), amount))
             bucket += 1
-        np.subtract.at(left, chosen, amount * times)
-        np.add.at(done, chosen, amount * times)
+        left[chosen] -= amount * times  # a stream travels once in a bucket
+        done[chosen] += amount * times
         for side, end in ((0, streams.src), (1, streams.dst)):
-            np.subtract.at(load[side], end[chosen], amount * times)
+            load[side] -= np.bincount(end[chosen], amount * times, ranks).astype(np.int64)
     if not out:
         none = np.zeros(0, np.int64)
         return Portions(none, none, none)
@@ -141,14 +141,18 @@ def _match(src: Ints, dst: Ints, ready: Ints, slack: Ints, ranks: int, cap: int,
     return np.concatenate(lines), np.concatenate(amounts)
 
 
-def _steady(
-    chosen: Ints, amount: Ints, ready: Ints, left: Ints, done: Ints, parents: Ints, load: NDArray[np.int64], cap: int
-) -> int:
+def _steady(chosen: Ints, amount: Ints, ready: Ints, left: Ints, parents: Ints, load: NDArray[np.int64], cap: int) -> int:
     """How many buckets may look the same: until a stream ends or runs dry, and only while loads stay alike."""
-    ends = left[chosen] // amount
+    most = min(int((left[chosen] // amount).min()), int(load.max()) // cap // 32)
+    if most <= 1:
+        return 1
     parent = parents[chosen]
-    fed = np.zeros(len(left), np.int64)
-    fed[chosen] = amount
-    handed = parent >= 0
-    dry = np.where(handed & (fed[parent] < amount), ready // amount, ends)
-    return max(1, min(int(np.minimum(ends, dry).min()), int(load.max()) // cap // 32))
+    handed = np.flatnonzero(parent >= 0)
+    if len(handed):
+        order = np.argsort(chosen)
+        at = order[np.searchsorted(chosen, parent[handed], sorter=order).clip(max=len(chosen) - 1)]
+        fed = np.where(chosen[at] == parent[handed], amount[at], 0)
+        starving = handed[fed < amount[handed]]
+        if len(starving):
+            most = min(most, int((ready[starving] // amount[starving]).min()))
+    return max(1, most)

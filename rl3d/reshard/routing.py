@@ -206,22 +206,33 @@ def _enter(crossing: list[_Want], lone: list[_Lone], traffic: Traffic, nodes: In
     level, quotas = spread(demands)
     loads = _Loads(nodes)
     later = []
+    met: list[tuple[Ints, Ints]] = []
     for (cls, (takers, wants)), (_, senders), quota in zip(groups.items(), demands, quotas, strict=True):
         if len(senders) > 1 and size[cls] * SMALL < level:
             later.append((cls, senders))
             continue
         loads.add(quota)
+        if len(quota) == 1:
+            (sender,) = quota
+            met.append((np.full(len(takers) + len(wants), sender), np.array([*takers, *(w.takers[0] for w in wants)])))
+            out.add(np.full(len(takers), sender), takers, cls, 0 * takers, 0 * takers + size[cls])
+            for want in wants:
+                want.cuts, want.source = np.array([0, size[cls]]), np.array([sender])
+            continue
         # Needs lie beside senders by rank, so that neighbours serve neighbours.
         first = np.concatenate([takers, np.array([w.takers[0] for w in wants], np.int64)])
         order = np.argsort(first, kind="stable")
         parts = _pair(len(first), int(size[cls]), quota, cls, traffic, level)
         which = order[parts.need]
-        loads.meet(parts.source, first[which])
+        met.append((parts.source, first[which]))
         mine = which < len(takers)
         out.add(parts.source[mine], takers[which[mine]], cls, parts.start[mine], parts.stop[mine])
         for index, want in enumerate(wants):
             here = which == len(takers) + index
             want.cuts, want.source = np.concatenate([parts.start[here], parts.stop[here][-1:]]), parts.source[here]
+    if later:
+        for source, taker in met:
+            loads.meet(source, taker)
     for cls, senders in later:
         takers, wants = groups[cls]
         amount = int(size[cls])
@@ -266,7 +277,9 @@ def _serve(wants: list[_Want], traffic: Traffic, loads: _Loads, out: _Builder) -
             later.append((want, senders))
             continue
         loads.add(quota)
-        if want.outside:
+        if len(quota) == 1:
+            _whole(want, next(iter(quota)), int(size[want.cls]), out)
+        elif want.outside:
             times = len(want.takers) - 1
             _relay(want, _pair(1, int(size[want.cls]), quota, want.cls, traffic, level, times), out)
         else:
@@ -278,13 +291,20 @@ def _serve(wants: list[_Want], traffic: Traffic, loads: _Loads, out: _Builder) -
             for taker in takers:
                 out.add_whole(loads.least(senders, amount, taker), taker, cls, amount)
             continue
-        relay = loads.least(senders, amount * (len(takers) - 1), int(want.source[0]))
-        if len(want.source) == 1:
-            out.add_whole(int(want.source[0]), relay, cls, amount, out.fan(want.takers))
-        else:
-            zero = np.zeros(1, np.int64)
-            _relay(want, _Parts(zero, zero, zero + amount, zero + relay), out)
+        _whole(want, loads.least(senders, amount * (len(takers) - 1), int(want.source[0])), amount, out)
     return level
+
+
+def _whole(want: _Want, sender: int, size: int, out: _Builder) -> None:
+    """All that the node lacks of a class comes from one of its ranks."""
+    if not want.outside:
+        for taker in want.takers.tolist():
+            out.add_whole(sender, taker, want.cls, size)
+    elif len(want.source) == 1:
+        out.add_whole(int(want.source[0]), sender, want.cls, size, out.fan(want.takers))
+    else:
+        zero = np.zeros(1, np.int64)
+        _relay(want, _Parts(zero, zero, zero + size, zero + sender), out)
 
 
 def _relay(want: _Want, parts: _Parts, out: _Builder) -> None:
