@@ -14,6 +14,7 @@ def llama(
     tied: bool = False,
     dtype: str = "bfloat16",
     norm_dtype: str | None = None,
+    experts: int = 0,
 ) -> list[ParamSpec]:
     """All parameters in the order of the forward pass."""
     norm_dtype, padded = norm_dtype or dtype, padded_vocab or vocab
@@ -34,6 +35,13 @@ def llama(
             ParamSpec(f"{at}.mlp.linear_fc1.weight", (2 * ffn, hidden), 0, (ffn, ffn), layer=i, dtype=dtype),
             ParamSpec(f"{at}.mlp.linear_fc2.weight", (hidden, ffn), 1, layer=i, dtype=dtype),
         ]
+        for e in range(experts):
+            name = f"{at}.mlp.experts.local_experts.{e}" if i % 2 else f"{at}.mlp.experts"
+            end = "" if i % 2 else str(e)
+            out += [
+                ParamSpec(f"{name}.linear_fc1.weight{end}", (2 * ffn, hidden), 0, (ffn, ffn), i, dtype=dtype, expert=e),
+                ParamSpec(f"{name}.linear_fc2.weight{end}", (hidden, ffn), 1, layer=i, dtype=dtype, expert=e),
+            ]
     out.append(ParamSpec("decoder.final_layernorm.weight", (hidden,), None, place="post", dtype=norm_dtype))
     if not tied:
         out.append(ParamSpec("output_layer.weight", (padded, hidden), 0, place="post", dtype=dtype, valid_rows=valid))

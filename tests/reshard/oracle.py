@@ -33,10 +33,14 @@ def cut(spec: ParamSpec, array: np.ndarray, tp: int, index: int) -> np.ndarray:
 
 
 def train_place(sizes: dict[str, int], order: tuple[str, ...], rank: int) -> dict[str, int]:
-    """Coordinates of a rank: the first axis of ``order`` varies fastest."""
-    place = {}
-    for axis in order:
-        rank, place[axis] = divmod(rank, sizes[axis])
+    """Coordinates of a rank: the first axis of ``order`` varies fastest; ``dp:2`` is the lowest digit of dp."""
+    place, weight = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 1)
+    for name in order:
+        axis, _, part = name.partition(":")
+        size = int(part) if part else sizes[axis] // weight[axis]
+        rank, digit = divmod(rank, size)
+        place[axis] += digit * weight[axis]
+        weight[axis] *= size
     return place
 
 
@@ -53,6 +57,33 @@ def flat_part(array: np.ndarray, parts: int, index: int, tail: int) -> np.ndarra
     return np.split(flat, parts)[index]
 
 
+def expert_place(spec: ParamSpec, index: int, experts: tuple[int, int, int]) -> tuple[bool, int, int]:
+    """(whether a rank of its stage holds the expert, its cut, its replica); ranks are expert tp, then ep, then replica."""
+    count, ep, tp = experts
+    index, cut_index = divmod(index, tp)
+    replica, home = divmod(index, ep)
+    return spec.expert // (count // ep) == home, cut_index, replica
+
+
+def own_part(
+    specs: list[ParamSpec], locals_: dict[str, np.ndarray], stage: int, part: int, parts: int, invalid: int
+) -> dict[str, np.ndarray]:
+    """Optimiser partitions: all tensors end to end, padded to a multiple of 2 * parts, cut; the rest is not valid."""
+    order = [s.name for s in specs if s.name in locals_ and not (stage and s.place == "pre+post")]
+    order += [n for n in locals_ if n not in order]
+    flat = np.concatenate([np.full(locals_[n].size, i) for i, n in enumerate(order)])
+    size = (len(flat) + -len(flat) % (2 * parts)) // parts
+    out = {}
+    start = 0
+    for name in order:
+        whole = locals_[name].reshape(-1).copy()
+        at = np.arange(start, start + whole.size)
+        whole[at // size != part] = invalid
+        out[name] = whole.reshape(locals_[name].shape)
+        start += whole.size
+    return out
+
+
 def shards(
     specs: list[ParamSpec],
     arrays: dict[str, np.ndarray],
@@ -62,17 +93,34 @@ def shards(
     vpp: int = 1,
     parts: int | None = None,
     tail: int = 0,
+    experts: tuple[int, int, int] = (0, 1, 1),
+    partitions: int | None = None,
 ) -> dict[int, dict[str, np.ndarray]]:
-    """rank -> name -> local array, for rank -> (stage, tp index, flat part)."""
+    """rank -> name -> local array, for rank -> (stage, tp index, dp index).
+
+    ``parts`` cuts flat shards (ZeRO-3), padded with ``tail``; ``experts`` is (experts, ep, expert tp); ``partitions`` is
+    dp where only a rank's optimiser partition is valid, the rest being ``tail``.
+    """
     num_layers = max(spec.layer for spec in specs if spec.layer is not None) + 1
-    cuts = {(s.name, i): cut(s, arrays[s.name], tp, i) for s in specs for i in range(tp)}
     out: dict[int, dict[str, np.ndarray]] = {}
     for rank, (stage, i, *part) in places.items():
+        dp = part[0] if part else 0
         out[rank] = {}
         for s in specs:
-            if on_stage(s, stage, pp, num_layers, vpp):
-                whole = cuts[s.name, i]
-                out[rank][s.name] = whole if parts is None else flat_part(whole, parts, part[0], tail)
+            if not on_stage(s, stage, pp, num_layers, vpp):
+                continue
+            size, index, flat, flats = tp, i, dp, parts
+            if s.expert is not None:
+                held, index, flat = expert_place(s, i + tp * dp, experts)
+                size = experts[2]
+                if not held:
+                    continue
+                if parts is not None:
+                    flats = tp * parts // (experts[1] * experts[2])
+            whole = cut(s, arrays[s.name], size, index)
+            out[rank][s.name] = whole if flats is None else flat_part(whole, flats, flat, tail)
+        if partitions is not None:
+            out[rank] = own_part(specs, out[rank], stage, dp, partitions, tail)
     return out
 
 

@@ -1,10 +1,11 @@
 """Random layouts, models and caps against a brute-force oracle."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,79 +27,116 @@ class Half:
 
     layout: ShardLayout
     cut: dict
+    source_only: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training layout as numbers."""
+
+    sizes: dict
+    order: tuple
+    vpp: int
+    zero: int
+    partitions: bool
+    ep: int
+    expert_tp: int
+
+    @property
+    def world(self):
+        return math.prod(self.sizes.values())
 
 
 @st.composite
-def training_sides(draw, layers, world=None):
-    """(sizes, order, vpp, zero) of a training layout on ``world`` ranks, or on as many as it likes."""
+def training_sides(draw, layers, experts, world=None):
     tp, pp = draw(st.integers(1, 4)), draw(st.integers(1, min(3, layers)))
     dp = draw(st.sampled_from([n for n in (1, 2, 3) if tp * pp * n <= 9] or [1]))
     if world is not None:
         fits = [(a, b, world // (a * b)) for a in range(1, 5) for b in range(1, min(4, layers + 1)) if world % (a * b) == 0]
         tp, pp, dp = draw(st.sampled_from(fits))
-    order = draw(st.sampled_from(list(permutations(("tp", "pp", "dp")))))
+    order = draw(st.sampled_from(ORDERS))
+    if dp % 2 == 0 and draw(st.booleans()):
+        order = draw(st.sampled_from([("dp:2", *order), (order[0], "dp:2", *order[1:])]))
+        order = order if order.index("dp") > order.index("dp:2") else ("tp", "dp:2", "pp", "dp")
     vpp = draw(st.sampled_from([n for n in (1, 2) if n == 1 or (pp > 1 and pp * n <= layers)]))
-    return {"tp": tp, "pp": pp, "dp": dp}, order, vpp, draw(st.sampled_from([0, 1, 2, 3, 3]))
+    partitions = not experts and draw(st.integers(0, 3)) == 0
+    zero = draw(st.sampled_from([1, 2] if partitions else [0, 1, 2, 3, 3]))
+    grids = [(e, t) for e in (1, 2) for t in (1, 2, 3, 4) if (tp * dp) % (e * t) == 0 and experts % e == 0]
+    ep, expert_tp = draw(st.sampled_from(grids if experts else [(1, tp)]))
+    return Training({"tp": tp, "pp": pp, "dp": dp}, order, vpp, zero, partitions, ep, expert_tp)
+
+
+ORDERS = list(permutations(("tp", "pp", "dp")))
 
 
 @st.composite
 def cases(draw):
-    layers = draw(st.integers(1, 4))
-    train = draw(training_sides(layers))
-    world = math.prod(train[0].values())
-    other = draw(st.sampled_from(["generation", "generation", "training"]))
-    if other == "training":
-        second = draw(training_sides(layers, world))
-        tp_other = second[0]["tp"]
+    layers, experts = draw(st.integers(1, 4)), draw(st.sampled_from([0, 0, 2, 4]))
+    train = draw(training_sides(layers, experts))
+    world = train.world
+    if draw(st.integers(0, 2)) == 0:
+        second = draw(training_sides(layers, experts, world))
+        sizes = (second.sizes["tp"], second.expert_tp)
     else:
         count = draw(st.integers(1, world))
-        tp_other = draw(st.sampled_from([n for n in range(1, 7) if count % n == 0]))
-        stride = draw(st.sampled_from([n for n in range(1, count // tp_other + 1) if (count // tp_other) % n == 0]))
+        tp = draw(st.sampled_from([n for n in range(1, 7) if count % n == 0]))
+        stride = draw(st.sampled_from([n for n in range(1, count // tp + 1) if (count // tp) % n == 0]))
         ranks = sorted(draw(st.permutations(range(world)))[:count])
-        second = _generation_groups(ranks, tp_other, stride)
-    unit = math.lcm(train[0]["tp"], tp_other)
+        ep = draw(st.sampled_from([n for n in (1, 2) if tp % n == 0 and experts and experts % n == 0] or [1]))
+        second = (_generation_groups(ranks, tp, stride), ep)
+        sizes = (tp, tp // ep)
+    unit = math.lcm(train.sizes["tp"], train.expert_tp, *sizes)
     vocab = draw(st.integers(1, 3 * unit))
-    padded = math.ceil(vocab / unit) * unit + unit * draw(st.integers(0, 2))
     specs = llama(
         layers=layers,
         hidden=unit * draw(st.integers(1, 2)),
         ffn=unit * draw(st.integers(1, 2)),
         vocab=vocab,
         qkv_rows=unit * draw(st.integers(1, 3)),
-        padded_vocab=padded,
+        padded_vocab=math.ceil(vocab / unit) * unit + unit * draw(st.integers(0, 2)),
         tied=draw(st.booleans()),
         dtype=draw(st.sampled_from(["float32", "bfloat16"])),
         norm_dtype=draw(st.sampled_from([None, "float64"])),
+        experts=experts,
     )
-    halves = [_training(train, layers), _training(second, layers) if other == "training" else _replicas(second, layers)]
-    if draw(st.booleans()):
-        # A generation layout on some of the ranks still holds the whole model, so it can be a source.
+    halves = [_half(side, specs, layers, experts) for side in (train, second)]
+    # A generation layout on some of the ranks still holds the whole model, so it can be a source; what DP ranks have
+    # updated is one only.
+    if halves[1].source_only or (not halves[0].source_only and draw(st.booleans())):
         halves.reverse()
+    if halves[1].source_only:
+        halves[1] = _half(replace(train, partitions=False), specs, layers, experts)
     return dict(
         halves=halves, specs=specs, world=world, staging=draw(st.sampled_from([128, 200, 1024, 1 << 20])),
-        nodes=draw(st.sampled_from([None, [r // 2 for r in range(world)], [r % 2 for r in range(world)]])),
+        nodes=draw(st.sampled_from([None, [r // 2 for r in range(world)], [r % 2 for r in range(world)],
+                                    [r // 4 for r in range(world)]])),
     )  # fmt: skip
 
 
-def _training(side, layers):
-    sizes, order, vpp, zero = side
-    coords = {rank: oracle.train_place(sizes, order, rank) for rank in range(math.prod(sizes.values()))}
-    return Half(
-        ShardLayout.training(Mesh(**sizes, order=order), layers, zero=zero, vpp=vpp),
-        dict(
-            places={rank: (c["pp"], c["tp"], c["dp"]) for rank, c in coords.items()},
-            tp=sizes["tp"], pp=sizes["pp"], vpp=vpp, parts=sizes["dp"] if zero == 3 else None,
-        ),
+def _half(side, specs, layers, experts):
+    if not isinstance(side, Training):
+        groups, ep = side
+        places = {rank: (0, slot) for group in groups for slot, rank in enumerate(group)}
+        tp = len(groups[0])
+        return Half(
+            ShardLayout.replicas(tp, groups, layers, experts=experts, ep=ep),
+            dict(places=places, tp=tp, pp=1, experts=(experts, ep, tp // ep)),
+        )
+    sizes = side.sizes
+    coords = {rank: oracle.train_place(sizes, side.order, rank) for rank in range(side.world)}
+    mesh = Mesh(**sizes, order=side.order)
+    cut = dict(
+        places={rank: (c["pp"], c["tp"], c["dp"]) for rank, c in coords.items()},
+        tp=sizes["tp"], pp=sizes["pp"], vpp=side.vpp, parts=sizes["dp"] if side.zero == 3 else None,
+        experts=(experts, side.ep, side.expert_tp), partitions=sizes["dp"] if side.partitions else None,
     )  # fmt: skip
+    if side.partitions:
+        return Half(ShardLayout.partitions(mesh, layers, specs, vpp=side.vpp, zero=side.zero), cut, True)
+    options = dict(zero=side.zero, vpp=side.vpp, experts=experts, ep=side.ep, expert_tp=side.expert_tp)
+    return Half(ShardLayout.training(mesh, layers, **options), cut)
 
 
-def _replicas(groups, layers):
-    places = {rank: (0, slot) for group in groups for slot, rank in enumerate(group)}
-    tp = len(groups[0])
-    return Half(ShardLayout.replicas(tp, groups, layers), dict(places=places, tp=tp, pp=1))
-
-
-@settings(max_examples=320, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_moves_equal_brute_force(case):
     check(case)
@@ -186,3 +224,10 @@ def test_three_dimensional_parameters_are_cut_along_the_middle():
     targets = {r: {n: torch.zeros_like(t) for n, t in local.items()} for r, local in shards[2].items()}
     apply_plan_inprocess(plan, shards[4], targets)
     assert all(torch.equal(targets[r][n], t) for r, local in shards[2].items() for n, t in local.items())
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_thousands_of_random_moves_equal_brute_force(case):
+    check(case)
