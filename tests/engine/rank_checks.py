@@ -97,7 +97,7 @@ def _train(runtime: Any, registry: GroupRegistry, root: Path, case: Case) -> dic
     held = engine.weights
     sizes = [torch.Size(s.local_shape(case.tp)).numel() for s in parameter_specs(arch, padded) if s.name in held]
     engine.zero.watch_gradients()
-    norms = []
+    norms, skipped = [], False
     for step in range(3):
         batch = sequences(step)
         total = sum(int((s.weight != 0).sum()) for s in batch)
@@ -110,6 +110,11 @@ def _train(runtime: Any, registry: GroupRegistry, root: Path, case: Case) -> dic
             return -(logprobs * row.values["weight"].to(logprobs.device)).sum() / total, {}
 
         micro = [packed(row) for row in rows if row]
+        if step == 2:  # a gradient that is not finite, on one rank: nothing happens, on all of them
+            first = groups.dp_rank == groups.tp_rank == 0
+            factor = float("nan") if first else 1.0
+            bad = engine.train_step(micro, lambda *a, ok=loss, f=factor: (ok(*a)[0] * f, {}), TEMPERATURE)
+            skipped = not bad.stepped
         norms.append(engine.train_step(micro, loss, TEMPERATURE).grad_norm)
     out = root / "out" / case.name
     export_hf(out, source, arch, padded, engine.weights, groups, torch.float32, flat_shards=engine.zero.shards_weights)
@@ -120,6 +125,7 @@ def _train(runtime: Any, registry: GroupRegistry, root: Path, case: Case) -> dic
         _, moved = _compare(_read(source), expected)
     return {
         "name": case.name, "tied": case.tied, "dtype": case.dtype, "error": worst, "l2": l2, "moved": moved,
+        "skipped": skipped,
         "norm_error": max(abs(a - b) / b for a, b in zip(norms, expected_norms, strict=True)),
         "replicas": 0.0 if engine.zero.shards_weights else _replica_gap(engine.weights, arch, groups, registry, runtime),
         "gradient_bytes": engine.zero.peak_gradient_bytes, "parameters": sum(sizes), "largest": max(sizes),

@@ -61,6 +61,11 @@ def test_three_steps_follow_one_process_in_bf16(facts):
         assert row["moved"] > 3 * row["l2"], "the steps must be there, not the initial weights"
 
 
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_and_leaves_no_trace(facts):
+    """On one rank, before the third step; that the third step equals the reference's shows that nothing is left of it."""
+    assert all(row["skipped"] for row in facts["rows"])
+
+
 def test_copies_of_a_shard_stay_bit_equal(facts):
     for row in facts["rows"]:
         assert row["replicas"] == 0.0, row["name"]

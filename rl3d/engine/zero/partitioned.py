@@ -36,6 +36,14 @@ class WholeGradientsEngine(ZeroEngine):
                 self._sample_gradients()
         self._sample_gradients()
 
+    def step(self) -> tuple[float, bool]:
+        """See :meth:`ZeroEngine.step`."""
+        norm, stepped = super().step()
+        if not stepped and not self._is_bf16_optimizer:
+            # with offload DeepSpeed keeps the gradients of a step that it skips, and would add the next ones to them
+            self.optimizer.averaged_gradients.clear()
+        return norm, stepped
+
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """See :meth:`ZeroEngine.gradient`."""
         for name in ("_hp_grad", "grad_accum"):  # fp32 accumulators beside bf16 parameters
