@@ -62,6 +62,13 @@ def run_ranks(target: str, nproc: int, args: dict[str, Any] | list[Any] | None =
         return json.loads(result_file.read_text())
 
 
+def rank_device() -> Any:
+    """The device of this rank (for checks that do not get it from the runtime)."""
+    import torch
+
+    return torch.device("cpu") if DEVICE == "cpu" else torch.device(DEVICE, torch.cuda.current_device())
+
+
 def _tail(path: Path, rank: int, lines: int = 15) -> str:
     text = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
     return f"--- rank {rank}, last lines ---\n" + "\n".join(text) + "\n" if text else ""

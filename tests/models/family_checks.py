@@ -21,6 +21,7 @@ from rl3d.layout import GenMesh, Mesh, TrainLayout
 from rl3d.models import Architecture
 from rl3d.models.build import build_model, canonical_parameters
 from tests.engine.rank_checks import TEMPERATURE, packed
+from tests.ranks import rank_device
 from tests.reference import sequences
 
 PAD = 4  # every tensor-parallel size of the test divides it
@@ -58,7 +59,7 @@ def main(runtime: Any, directory: str, out: str, prompts: list[list[int]], new_t
 def _loaded(source: Path, groups: ModelGroups, **options: Any) -> tuple[Any, Architecture, int]:
     arch = Architecture.from_hf(source)
     padded = arch.padded_vocab(PAD)
-    model = build_model(arch, groups, padded_vocab=padded, dtype=torch.float32, device=torch.device("cpu"), **options)
+    model = build_model(arch, groups, padded_vocab=padded, dtype=torch.float32, device=rank_device(), **options)
     import_hf(source, arch, padded, canonical_parameters(model, arch, groups), groups.tp_size, groups.tp_rank)
     return model, arch, padded
 
@@ -67,7 +68,7 @@ def _loaded(source: Path, groups: ModelGroups, **options: Any) -> tuple[Any, Arc
 def generation(source: Path, groups: ModelGroups, prompts: list[list[int]], new: int, out: Path) -> dict[str, Any]:
     """Greedy tokens; the logits of whole prompts, by each forward body that knows the model, go to ``out``."""
     model, arch, _ = _loaded(source, groups, mode="generate", self_attention=CachedSelfAttention)
-    settings = {"max_sequences": 4, "max_sequence_length": 200, "device": "cpu", "dtype": torch.float32}
+    settings = {"max_sequences": 4, "max_sequence_length": 200, "device": rank_device(), "dtype": torch.float32}
     generator = MegatronGenerator(model, groups.tp, arch.vocab_size, **settings)
     generator.weights_version = 0
     results = generator.generate([Request(p, SamplingParams(new, temperature=0.0)) for p in prompts])
@@ -76,12 +77,12 @@ def generation(source: Path, groups: ModelGroups, prompts: list[list[int]], new:
         generator.cache.allocate()
         generator.context.plan_prefill(list(range(len(prompts))), [len(p) for p in prompts])
         body = make_body(model, generator.context, generator.group, kind)
-        mine = body.forward(torch.tensor([t for p in prompts for t in p]), None)
+        mine = body.forward(torch.tensor([t for p in prompts for t in p], device=rank_device()), None)
         parts = [torch.empty_like(mine) for _ in range(groups.tp_size)]
         dist.all_gather(parts, mine.contiguous(), group=groups.tp)
         logits[kind] = torch.cat(parts, -1)[:, : arch.vocab_size]
     if groups.tp_rank == 0:
-        torch.save(logits, out.with_suffix(".pt"))
+        torch.save({k: v.cpu() for k, v in logits.items()}, out.with_suffix(".pt"))
     return {"tokens": [r.token_ids for r in results], "body": type(generator.body).__name__}
 
 

@@ -219,11 +219,13 @@ def start_deepspeed(model: torch.nn.Module, groups: ModelGroups, config: dict[st
 
 @contextlib.contextmanager
 def _local_rank(index: int) -> Iterator[None]:
-    """DeepSpeed insists on LOCAL_RANK, which a plain process has not; left set alone it would mislead child processes."""
-    missing = "LOCAL_RANK" not in os.environ
-    os.environ.setdefault("LOCAL_RANK", str(index))
+    """DeepSpeed takes the device from LOCAL_RANK; anything that starts later must find it as it was."""
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(index)
     try:
         yield
     finally:
-        if missing:
+        if before is None:
             del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = before
