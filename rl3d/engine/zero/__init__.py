@@ -21,7 +21,7 @@ from rl3d.engine.zero.replicated import ReplicatedEngine
 from rl3d.engine.zero.sharded import ShardedEngine
 from rl3d.layout import TrainLayout
 
-__all__ = ["AdamSettings", "ZeroEngine", "build_zero", "stage_run"]
+__all__ = ["AdamSettings", "ZeroEngine", "build_zero", "deepspeed_config", "stage_run"]
 
 
 def stage_run(stage: int, pp: int, bf16: bool) -> tuple[int, str]:
@@ -52,12 +52,20 @@ def build_zero(model: torch.nn.Module, groups: ModelGroups, stage: int, settings
     bf16 = parameters[0].dtype == torch.bfloat16
     stage, _ = stage_run(stage, groups.pp_size, bf16)
     numel = sum(p.numel() for p in parameters)
-    config = _merge(_config(settings, stage, bf16, numel, offload, parameters[0].is_cuda), overrides or {})
+    config = deepspeed_config(settings, stage, bf16, numel, offload, parameters[0].is_cuda, overrides or {})
     kinds = (ReplicatedEngine, WholeGradientsEngine, ScatteredGradientsEngine, ShardedEngine)
     return kinds[stage](model, groups, settings, config)
 
 
-def _config(settings: AdamSettings, stage: int, bf16: bool, numel: int, offload: str, pin: bool) -> dict[str, Any]:
+def deepspeed_config(settings: AdamSettings, stage: int, bf16: bool, numel: int, offload: str, pin: bool,
+                     overrides: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
+    """DeepSpeed's configuration for a stage that runs.
+
+    Args:
+        numel: this rank's parameters; buckets need not be larger.
+        pin: whether host memory can be pinned (there is a CUDA device).
+        overrides: merged over the rest.
+    """
     bucket = min(numel, 50_000_000)  # elements; DeepSpeed's default of 500M would stage 2 GB in fp32
     zero: dict[str, Any] = {
         "stage": stage, "overlap_comm": False, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket,
@@ -84,7 +92,7 @@ def _config(settings: AdamSettings, stage: int, bf16: bool, numel: int, offload:
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         config["communication_data_type"] = "fp32"
-    return config
+    return _merge(config, overrides)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
