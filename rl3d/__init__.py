@@ -12,7 +12,9 @@ except PackageNotFoundError:  # a checkout that is not installed
 # Imported on first use: `import rl3d` and `rl3d --help` must not pay for torch.
 _LAZY = {
     "Actor": "rl3d.engine.actor",
+    "Critic": "rl3d.engine.critic",
     "RLTrainer": "rl3d.trainer.trainer",
+    "RewardModel": "rl3d.engine.reward_model",
     "PPOConfig": "rl3d.config",
     "RolloutConfig": "rl3d.config",
     "RunConfig": "rl3d.config",

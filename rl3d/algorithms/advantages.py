@@ -1,9 +1,11 @@
 """Advantages: group-relative (GRPO), generalised advantage estimation, and whitening."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 def grpo_advantages(
@@ -84,6 +86,36 @@ def gae_advantages(
     return advantages_NT, torch.where(mask_NT, advantages_NT + values_NT, 0.0)
 
 
+def packed_gae(
+    rewards_N: Tensor,
+    values_N: Tensor | None,
+    mask_N: Tensor,
+    counts: Sequence[int],
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[Tensor, Tensor]:
+    """:func:`gae_advantages` over responses laid end to end: the first ``counts[0]`` entries are one response, and so on.
+
+    Without values (``None``) both results are the discounted sum of the rewards that follow, the returns of
+    REINFORCE++ (arXiv:2501.03262): GAE with a value of 0 everywhere and lambda 1.
+
+    Returns ``(advantages, returns)``, both [N] float32 on the inputs' device and 0 outside the mask.
+    Raises ``ValueError`` when the counts do not add up to N.
+    """
+    if sum(counts) != len(rewards_N):
+        raise ValueError(f"{len(rewards_N)} rewards for responses of {list(counts)} tokens, {sum(counts)} in all")
+    if not len(rewards_N):
+        return rewards_N.float(), rewards_N.float()
+    if values_N is None:
+        values_N, lam = torch.zeros_like(rewards_N), 1.0
+    # the recursion is thousands of small steps: on the host, all responses at once
+    rows = [pad_sequence(list(x.cpu().split(list(counts))), batch_first=True) for x in (rewards_N, values_N, mask_N)]
+    inside = torch.arange(rows[0].shape[1]) < torch.tensor(list(counts))[:, None]
+    advantages, returns = gae_advantages(*rows, gamma=gamma, lam=lam)
+    return advantages[inside].to(rewards_N.device), returns[inside].to(rewards_N.device)
+
+
 @dataclass(frozen=True)
 class Moments:
     """Count, mean and sum of squared deviations of masked values, each a float64 scalar tensor.
@@ -95,6 +127,11 @@ class Moments:
     count: Tensor
     mean: Tensor
     squares: Tensor
+
+    @property
+    def variance(self) -> Tensor:
+        """Unbiased variance; 0 of fewer than two values."""
+        return self.squares / (self.count - 1).clamp(min=1)
 
 
 def masked_moments(values: Tensor, mask: Tensor) -> Moments:

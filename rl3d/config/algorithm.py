@@ -39,9 +39,10 @@ class PPOConfig(Section):
     Raises :class:`~rl3d.config.base.ConfigError` naming every key that is off.
     """
 
-    name: Literal["grpo"] = Field(
+    name: Literal["grpo", "ppo"] = Field(
         default="grpo",
-        description="Advantage estimator. grpo: reward relative to the other samples of the same prompt.",
+        description="Advantage estimator. grpo: reward relative to the other samples of the same prompt. ppo: GAE with a "
+        "critic, or without one (use_critic=false) whitened returns (REINFORCE++).",
     )
     batch_size: int = Field(default=32, ge=1, description="Prompts sampled in one step.")
     mini_batch_size: int = Field(
@@ -56,16 +57,19 @@ class PPOConfig(Section):
         gt=0,
         description="Upper clip range when it differs from the lower one (DAPO's clip-higher); null: same.",
     )
-    vf_coef: float = Field(default=0.5, ge=0, description="Weight of the value loss; used with a critic only.")
     max_grad_norm: float = Field(default=1.0, ge=0, description="Gradient clipping by global L2 norm; 0 turns it off.")
     kl_coef: float = Field(
         default=0.001, ge=0, description="Weight of the KL penalty to the reference model; 0 turns it off."
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         default="k3",
-        description="KL estimator of each token; verl's kl, mse and low_var_kl are accepted for k1, k2 and k3.",
+        description="KL estimator of each token; verl's kl, mse and low_var_kl are accepted for k1, k2 and k3. Not "
+        "given: k3 in the loss, k1 in the reward.",
     )
-    kl_in: Literal["loss", "reward"] = Field(default="loss", description="Where the KL penalty enters.")
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss",
+        description="Where the KL penalty enters. Not given: the loss for grpo, the reward of each token for ppo.",
+    )
     entropy_coef: float = Field(default=0.0, description="Weight of the entropy bonus in the loss.")
     norm_adv_by_std: bool = Field(
         default=True, description="Divide advantages by the standard deviation of their prompt's group (off: Dr. GRPO)."
@@ -86,11 +90,44 @@ class PPOConfig(Section):
     logprob_chunk_tokens: int = Field(
         default=1024, ge=1, description="Tokens whose fp32 logits exist at a time in the log-probability and the loss."
     )
-    use_critic: bool = Field(default=False, description="Train a value model beside the policy; grpo works without.")
-    gamma: float = Field(default=1.0, ge=0, le=1, description="Discount of rewards over tokens; used with a critic only.")
-    lam: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda; used with a critic only.")
+    gamma: float = Field(default=1.0, ge=0, le=1, description="Discount of rewards over tokens; ppo.")
+    lam: float = Field(
+        default=1.0, ge=0, le=1, description="GAE's lambda, ppo with a critic; 1 suits a score at the end, as in verl."
+    )
+    use_critic: bool = Field(
+        default=False, description="A value model beside the policy. Not given: yes for ppo; grpo has none."
+    )
+    critic_model: str | None = Field(
+        default=None,
+        description="Directory or hub id of the critic: a sequence or token classifier with one label, or a language "
+        "model whose backbone gets a new head; null: the policy's backbone.",
+    )
+    critic_lr: float = Field(default=1e-5, ge=0, description="Peak learning rate of the critic's own AdamW.")
+    critic_warmup_steps: int = Field(default=0, ge=0, description="Optimiser steps of linear warm-up of critic_lr.")
+    critic_only_steps: int = Field(
+        default=0, ge=0, description="First training steps that train the critic only (verl's trainer.critic_warmup)."
+    )
+    freeze_critic: bool = Field(
+        default=False, description="Use critic_model as it is: no gradients, no optimiser memory, no updates."
+    )
+    critic_residency: Literal["device", "host"] = Field(
+        default="device", description="Where the critic, optimiser included, stays between its uses."
+    )
+    value_clip: float = Field(
+        default=0.5, gt=0, description="A new value further than this from the old one is clipped in the value loss."
+    )
+    vf_coef: float = Field(
+        default=0.5,
+        ge=0,
+        description="Factor of the critic's loss. The critic has an optimiser of its own and AdamW does not mind scale, so "
+        "it decides only how soon max_grad_norm clips.",
+    )
     reference: Literal["kept", "none"] = Field(
-        default="kept", description="kept: a frozen copy of the initial weights for the KL penalty; none: no copy."
+        default="kept", description="kept: a frozen reference model for the KL penalty; none: no such model."
+    )
+    reference_model: str | None = Field(
+        default=None,
+        description="Directory or hub id of the reference, same architecture; null: a copy of the initial weights.",
     )
     reference_residency: Literal["device", "host"] = Field(
         default="device", description="Where the reference model stays between its uses; host frees GPU memory."
@@ -108,10 +145,19 @@ class PPOConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _whole_batch_by_default(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("mini_batch_size") is None and "batch_size" in values:
-            return {**values, "mini_batch_size": values["batch_size"]}
-        return values
+    def _defaults_that_depend(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        ppo = values.get("name") == "ppo"
+        kl_in = values.get("kl_in") or ("reward" if ppo else "loss")
+        defaults = {
+            "use_critic": ppo,
+            "kl_in": kl_in,
+            "kl_estimator": "k1" if kl_in == "reward" else "k3",
+        }
+        if "batch_size" in values:
+            defaults["mini_batch_size"] = values["batch_size"]
+        return {**values, **{key: value for key, value in defaults.items() if values.get(key) is None}}
 
     @model_validator(mode="after")
     def _consistent(self) -> "PPOConfig":
@@ -132,8 +178,10 @@ class PPOConfig(Section):
             problems.append(
                 Problem("reference", f"kl_coef = {self.kl_coef} needs a reference; set kl_coef=0 or keep it", "none")
             )
-        if self.use_critic:
-            problems.append(Problem("use_critic", "grpo has no critic; set use_critic=false", True))
+        if self.reference_model is not None and not self.needs_reference:
+            text = f"nothing uses a reference with kl_coef = {self.kl_coef} and reference = {self.reference}; remove it"
+            problems.append(Problem("reference_model", text, self.reference_model))
+        problems += self._critic_problems()
         try:
             zero_stage_from_fsdp(self.fsdp_config)
         except ConfigError as error:
@@ -141,6 +189,23 @@ class PPOConfig(Section):
         if problems:
             raise ConfigError(problems)
         return self
+
+    def _critic_problems(self) -> list[Problem]:
+        problems = []
+        if self.use_critic and self.name == "grpo":
+            problems.append(Problem("use_critic", "grpo has no critic; set use_critic=false, or name=ppo", True))
+        if not self.use_critic:
+            for key in ("critic_model", "critic_only_steps", "freeze_critic"):
+                if getattr(self, key):
+                    text = "there is no critic; remove it, or set name=ppo and use_critic=true"
+                    problems.append(Problem(key, text, getattr(self, key)))
+        elif self.freeze_critic and self.critic_model is None:
+            text = "a new value head that never learns is 0 everywhere; give a trained one with critic_model"
+            problems.append(Problem("freeze_critic", text, True))
+        elif self.freeze_critic and self.critic_only_steps:
+            text = "a frozen critic has no steps of its own; set critic_only_steps=0"
+            problems.append(Problem("critic_only_steps", text, self.critic_only_steps))
+        return problems
 
     @property
     def clip_low(self) -> float:

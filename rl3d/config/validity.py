@@ -141,6 +141,11 @@ def _file_problems(cfg: RunConfig) -> list[Problem]:
                     term.function,
                 )
             )
+    models = {f"algorithm.{key}": getattr(cfg.algorithm, key) for key in ("critic_model", "reference_model")}
+    for key, given in models.items():
+        if given and HubId.parse(given) is None and not (Path(given).expanduser() / "config.json").is_file():
+            text = "no config.json there; give a Hugging Face model directory or a hub id (org/name)"
+            problems.append(Problem(key, text, given))
     if cfg.model.tokenizer is not None and not Path(cfg.model.tokenizer).expanduser().is_dir():
         text = "no such directory; give a tokenizer directory or a hub id (org/name)"
         hub_id = HubId.parse(cfg.model.tokenizer)

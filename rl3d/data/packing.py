@@ -4,7 +4,7 @@ A row holds whole sequences end to end. Positions restart with each of them and 
 A label is the next token of the same sequence, so the last token of a sequence has none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -102,7 +102,11 @@ def unpack_values(row: PackedRow, values_T: Tensor) -> dict[int, Tensor]:
     return {index: values_T[row.mask & (row.sample_of == index)] for index in row.samples}
 
 
-def scatter_values(row: PackedRow, values: Sequence[Sequence[float] | Tensor], dtype: torch.dtype = torch.float) -> Tensor:
+def scatter_values(
+    row: PackedRow,
+    values: Sequence[Sequence[float] | Tensor] | Mapping[int, Sequence[float] | Tensor],
+    dtype: torch.dtype = torch.float,
+) -> Tensor:
     """The inverse: per-response values, indexed by sample, at the positions that predict them; 0 elsewhere.
 
     Raises ``ValueError`` when a sample's values and response differ in length.

@@ -266,8 +266,9 @@ class Actor:
                attention_mask: Tensor | None = None, temperature: float | None = None) -> dict[str, float]:  # fmt: skip
         """Learn from sampled sequences and their rewards, in training mode: clipped PPO without a critic.
 
-        Advantages are rewards relative to the other responses to the same prompt, or, when every prompt occurs once,
-        relative to the whole batch.
+        With ``algorithm.name="grpo"`` advantages are rewards relative to the other responses to the same prompt, or, when
+        every prompt occurs once, relative to the whole batch. With ``"ppo"`` they are whitened returns: the actor alone
+        has no critic, the trainer brings one.
 
         Args:
             sequences: [B, P + R], from :meth:`rollout` (the boundaries are then known) or of your own.
@@ -324,19 +325,23 @@ class Actor:
         valid = scores.isfinite().tolist()
         rows = old_logprobs.detach().float().cpu().tolist()
         return [
-            TrainSample(prompt, span, advantage, row[: len(span)], ok)
-            for prompt, span, advantage, row, ok in zip(prompts, spans, advantages, rows, valid, strict=True)
+            TrainSample(prompt, span, advantage, row[: len(span)], ok, score)
+            for prompt, span, advantage, row, ok, score in zip(
+                prompts, spans, advantages, rows, valid, scores.tolist(), strict=True
+            )
         ]
 
     def learn(self, samples: Sequence[TrainSample], mini_batches: Sequence[Sequence[int]], temperature: float,
               lr_of_step: Callable[[], float] | None = None, **hooks: Any) -> dict[str, float]:  # fmt: skip
-        """Old log-probabilities, reference (when there is one) and all optimiser steps; see :class:`PolicyUpdate`."""
+        """Old log-probabilities, reference (when there is one), advantages and all optimiser steps; see
+        :class:`PolicyUpdate`."""
 
         def run() -> dict[str, float]:
             update = self.policy_update(samples, mini_batches, temperature)
             metrics = update.old_logprobs()
             if self.parts.reference is not None:
                 metrics |= update.reference_logprobs(self.parts.reference)
+            metrics |= update.advantages()
             return metrics | update.step(
                 lr_of_step or (lambda: self.algorithm.lr), on_step=self.hybrid.weights_changed, **hooks
             )

@@ -4,7 +4,7 @@ Everything that can be wrong with a layout or a model is found before any weight
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rl3d.config import PPOConfig, zero_problem
 from rl3d.distributed import bootstrap
 from rl3d.distributed.bootstrap import Runtime
 from rl3d.distributed.groups import GroupRegistry, ModelGroups, generation_groups, training_groups
+from rl3d.engine.download import local_directory
 from rl3d.engine.hybrid import HybridEngine
 from rl3d.engine.roles import ForwardRole
 from rl3d.engine.training import TrainingEngine
@@ -25,8 +26,9 @@ from rl3d.generation.megatron import MegatronGenerator
 from rl3d.io.import_hf import import_hf
 from rl3d.layout import GenLayout, LayoutError, Mesh, TrainLayout
 from rl3d.layout.sharding import ShardLayout
-from rl3d.models import Architecture, parameter_specs
+from rl3d.models import Architecture, UnsupportedModelError, parameter_specs
 from rl3d.models.build import build_model, canonical_parameters, check_tensor_parallel
+from rl3d.models.value import value_architecture
 from rl3d.reshard.mapping import mesh_choices
 
 _log = logging.getLogger(__name__)
@@ -59,7 +61,10 @@ class ActorSettings:
 
 @dataclass
 class ActorParts:
-    """An assembled actor. ``gen_groups`` and the generator are ``None`` on ranks that do not generate."""
+    """An assembled actor. ``gen_groups`` and the generator are ``None`` on ranks that do not generate.
+
+    ``build(groups, arch, padded_vocab)`` makes this rank's part of another model under the actor's settings.
+    """
 
     arch: Architecture
     padded_vocab: int
@@ -69,6 +74,7 @@ class ActorParts:
     hybrid: HybridEngine
     reference: ForwardRole | None
     mesh_order: tuple[str, ...]
+    build: Callable[..., Any]
 
 
 def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> ActorParts:
@@ -106,7 +112,7 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
 
     device, dtype = runtime.device, settings.dtype
 
-    def build(where: ModelGroups, **options: Any) -> Any:
+    def build(where: ModelGroups, arch: Architecture = arch, padded_vocab: int = padded_vocab, **options: Any) -> Any:
         options |= {"use_flash_attention": settings.use_flash_attention, "sequence_parallel": settings.sequence_parallel,
                     "recompute": settings.recompute, **settings.megatron}  # fmt: skip
         return build_model(arch, where, padded_vocab=padded_vocab, dtype=dtype, device=device, **options)
@@ -116,9 +122,19 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     reference = None
     if settings.reference:
         frozen = build(groups)
-        with torch.no_grad():
-            for copy, original in zip(frozen.parameters(), model.parameters(), strict=True):
-                copy.copy_(original)
+        other = settings.algorithm.reference_model
+        if other is None:
+            with torch.no_grad():
+                for copy, original in zip(frozen.parameters(), model.parameters(), strict=True):
+                    copy.copy_(original)
+        else:
+            place = local_directory(other, runtime)
+            if Architecture.from_hf(place) != arch:
+                raise UnsupportedModelError(
+                    f"algorithm.reference_model = {other}: its architecture differs from the policy's ({directory}); the "
+                    f"reference runs in the policy's layout and must have its shape and vocabulary"
+                )
+            _load(place, arch, padded_vocab, frozen, groups)
         reference = ForwardRole(frozen, arch, groups, residency=settings.reference_residency, sharded=train.zero == 3,
                                 logprob_chunk=settings.algorithm.logprob_chunk_tokens)  # fmt: skip
     algorithm = settings.algorithm
@@ -140,7 +156,7 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
         device=device, staging_bytes=settings.staging_bytes, nodes=runtime.nodes, verify=settings.verify,
         training_copy=settings.training_copy,
     )  # fmt: skip
-    return ActorParts(arch, padded_vocab, groups, gen_groups, engine, hybrid, reference, mesh.order)
+    return ActorParts(arch, padded_vocab, groups, gen_groups, engine, hybrid, reference, mesh.order, build)
 
 
 def _meshes(specs: Sequence[Any], train: TrainLayout, gen: GenLayout, order: tuple[str, ...] | None,
@@ -151,7 +167,35 @@ def _meshes(specs: Sequence[Any], train: TrainLayout, gen: GenLayout, order: tup
     return Mesh.of(train, runtime.world_size, best.order), best.gen_groups(gen.tp, runtime.world_size)
 
 
-def _load(directory: Path, arch: Architecture, padded_vocab: int, model: Any, groups: ModelGroups) -> None:
+def load_value_model(directory: Path, parts: ActorParts, *, needs_head: bool = False) -> tuple[Any, Architecture, int]:
+    """(model, architecture, padded vocabulary) of a value model in the actor's training layout. Collective.
+
+    Raises:
+        UnsupportedModelError: the layout cannot cut it, its vocabulary is not the actor's, or a head is needed that it
+            has not.
+        CheckpointError: the weights do not match the configuration.
+    """
+    arch, has_head = value_architecture(directory)
+    groups = parts.groups
+    if needs_head and not has_head:
+        raise UnsupportedModelError(
+            f"{directory}: a language model, without a head that scores; expected a ...ForSequenceClassification with one "
+            f"label (architectures in its config.json)"
+        )
+    if arch.vocab_size != parts.arch.vocab_size:
+        raise UnsupportedModelError(
+            f"{directory}: vocabulary of {arch.vocab_size} tokens, the policy's has {parts.arch.vocab_size}; both read the "
+            f"same token ids, so a critic or reward model needs the policy's tokenizer"
+        )
+    check_tensor_parallel(arch, groups.tp_size, f"layout.train with {directory}")
+    model = parts.build(groups, arch, parts.padded_vocab)
+    absent = () if has_head else ("value_head.weight", "value_head.bias")
+    _load(directory, arch, parts.padded_vocab, model, groups, absent)
+    return model, arch, parts.padded_vocab
+
+
+def _load(directory: Path, arch: Architecture, padded_vocab: int, model: Any, groups: ModelGroups,
+          absent: Collection[str] = ()) -> None:  # fmt: skip
     parameters = {n: p.data for n, p in canonical_parameters(model, arch, groups).items()}
-    import_hf(directory, arch, padded_vocab, parameters, groups.tp_size, groups.tp_rank)
+    import_hf(directory, arch, padded_vocab, parameters, groups.tp_size, groups.tp_rank, absent)
     dist.barrier(group=groups.mp)

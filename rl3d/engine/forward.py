@@ -17,10 +17,11 @@ from rl3d.distributed.groups import ModelGroups
 from rl3d.engine.messages import StageMessages
 from rl3d.engine.microbatch import MicroBatch
 from rl3d.engine.vocab_parallel import token_logprobs
+from rl3d.models import Architecture
 from rl3d.models.build import model_chunks
 
-# (logprobs_N, entropy_N, micro-batch) -> (loss to minimise, values to collect)
-LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Any]]]
+# (logprobs_N, entropy_N, micro-batch), or (values_N, micro-batch) -> (loss to minimise, values to collect)
+LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 class Pipeline:
@@ -29,15 +30,14 @@ class Pipeline:
 
     Args:
         model: this rank's part, as :func:`rl3d.models.build.build_model` gives it.
+        arch: what it is: the head on the last stage gives log-probabilities, or values.
         groups: where it lives.
-        vocab_size: real vocabulary; pad columns take no part in the softmax.
         logprob_chunk: tokens whose fp32 logits exist at a time.
     """
 
-    def __init__(self, model: Any, groups: ModelGroups, vocab_size: int, logprob_chunk: int = 1024):
-        self.model, self.groups = model, groups
+    def __init__(self, model: Any, arch: Architecture, groups: ModelGroups, logprob_chunk: int = 1024):
+        self.model, self.arch, self.groups, self.logprob_chunk = model, arch, groups, logprob_chunk
         self.training_forward: Callable[..., Any] = model  # ZeRO stages that reduce within a step wrap a whole one
-        self.vocab_size, self.logprob_chunk = vocab_size, logprob_chunk
         self._sequence_parallel = bool(model.config.sequence_parallel)
         self._row_multiple = groups.tp_size if self._sequence_parallel else 1
         self._collection = groups.pg_collection()
@@ -66,8 +66,7 @@ class Pipeline:
             )  # fmt: skip
 
             def finish(result: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-                logprobs, entropy = result
-                value, collected = loss(logprobs, entropy, batch)
+                value, collected = loss(*result, batch)
                 return value, torch.ones((), dtype=torch.int, device=device), collected
 
             return out, finish
@@ -96,30 +95,42 @@ class Pipeline:
         return [*batches, *[template.empty()] * (int(most) - len(batches))]
 
     def _last_stage(self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None,
-                    context: tuple[MicroBatch, float], **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+                    context: tuple[MicroBatch, float], **_: Any) -> tuple[Tensor, ...]:  # fmt: skip
         batch, temperature = context
-        weight = output_weight if output_weight is not None else output_layer.weight
         if self._sequence_parallel:
             # what follows has the same gradient on all ranks: each takes its part of it
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.groups.tp
             )
+        hidden_NH = hidden_states[:, 0].index_select(0, batch.select_N)
+        if self.arch.value_head:
+            return (output_layer(hidden_NH),)
+        weight = output_weight if output_weight is not None else output_layer.weight
         return token_logprobs(
-            hidden_states[:, 0].index_select(0, batch.select_N), weight, batch.labels_N, vocab_size=self.vocab_size,
+            hidden_NH, weight, batch.labels_N, vocab_size=self.arch.vocab_size,
             temperature=temperature, group=self.groups.tp, chunk=self.logprob_chunk,
         )  # fmt: skip
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[tuple[Tensor, Tensor]]:
         """(log-probabilities [N], entropy [N]) of each micro-batch; an empty list except on the last stage."""
+        return [(logprobs, entropy) for logprobs, entropy in self._outputs(batches, temperature)]
+
+    @torch.no_grad()
+    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Values [N], fp32, of each micro-batch of a value model; an empty list except on the last stage."""
+        return [values for (values,) in self._outputs(batches, 1.0)]
+
+    def _outputs(self, batches: Sequence[MicroBatch], temperature: float) -> list[tuple[Tensor, ...]]:
         if not batches:
             return []
         was_training = self.model.training
         self.model.eval()
 
-        def keep(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-            return logprobs.sum(), {"logprobs": logprobs, "entropy": entropy}
+        def keep(*result: Any) -> tuple[Tensor, dict[str, Any]]:
+            outputs = result[:-1]
+            return outputs[0].sum(), {"outputs": outputs}
 
         out = self.run(batches, keep, temperature, forward_only=True)
         self.model.train(was_training)
-        return [(o["logprobs"], o["entropy"]) for o in out]
+        return [o["outputs"] for o in out]

@@ -21,6 +21,7 @@ class MicroBatch:
         select_N: indices into the row whose hidden state predicts a response token.
         labels_N: those response tokens.
         values: further per-token tensors [N], e.g. ``advantages``, ``old_logprobs``, ``weights``.
+        counts: how many of the N tokens belong to each sequence, in order.
     """
 
     tokens_T: Tensor
@@ -29,12 +30,13 @@ class MicroBatch:
     select_N: Tensor
     labels_N: Tensor
     values: dict[str, Tensor] = field(default_factory=dict)
+    counts: tuple[int, ...] = ()
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same row on another device."""
         return MicroBatch(
             self.tokens_T.to(device), self.positions_T.to(device), self.lengths, self.select_N.to(device),
-            self.labels_N.to(device), {k: v.to(device) for k, v in self.values.items()},
+            self.labels_N.to(device), {k: v.to(device) for k, v in self.values.items()}, self.counts,
         )  # fmt: skip
 
     def empty(self, length: int = 1) -> "MicroBatch":

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl3d.algorithms.aggregation import sample_weights
@@ -18,7 +17,9 @@ from rl3d.config import PPOConfig
 from rl3d.data.balancing import pack_shares, seqlen_spread, split_for_dp
 from rl3d.data.packing import build_row, scatter_values
 from rl3d.engine.microbatch import MicroBatch
+from rl3d.engine.returns import estimate_advantages
 from rl3d.engine.roles import ForwardRole
+from rl3d.engine.tally import Tally
 from rl3d.engine.training import TrainingEngine
 from rl3d.estimate.flops import forward_flops
 
@@ -29,16 +30,18 @@ class TrainSample:
 
     Attributes:
         prompt_ids, response_ids: tokens.
-        advantage: of every response token.
+        advantage: of every response token, or one for each of them; for algorithms that take it from the sample (grpo).
         rollout_logprobs: what generation reported, [len(response_ids)]; ``None`` when unknown.
         valid: ``False`` leaves the sample out of the loss and its normalisation.
+        score: reward of the whole response, for algorithms that work out advantages from it (ppo).
     """
 
     prompt_ids: list[int]
     response_ids: list[int]
-    advantage: float
+    advantage: float | Sequence[float] = 0.0
     rollout_logprobs: list[float] | None = None
     valid: bool = True
+    score: float | None = None
 
     @property
     def length(self) -> int:
@@ -59,14 +62,15 @@ class PolicyUpdate:
 
     def __init__(self, engine: TrainingEngine, config: PPOConfig, samples: Sequence[TrainSample],
                  mini_batches: Sequence[Sequence[int]], temperature: float, cpu_group: Any):  # fmt: skip
-        self.engine, self.config, self.temperature, self.cpu_group = engine, config, temperature, cpu_group
+        if config.name == "ppo" and any(s.score is None for s in samples if s.valid):
+            raise ValueError("ppo takes advantages from scores, and a sample has none; give TrainSample(score=...)")
+        self.engine, self.config, self.temperature = engine, config, temperature
         self.device = next(engine.model.parameters()).device
+        self.tally = Tally(engine.groups, cpu_group)
         self._lengths: list[int] = []
         self._shares: list[list[int]] = [[] for _ in range(engine.groups.dp_size)]
-        self._rows = [self._rows_of([samples[i] for i in indices]) for indices in mini_batches]
-        groups = engine.groups
-        # one rank of each data-parallel share speaks for its values: the last stage has them, TP ranks agree
-        self._speaks = groups.is_last_stage and groups.tp_rank == 0
+        self.mini_batches = [self._rows_of([samples[i] for i in indices]) for indices in mini_batches]
+        self._estimated = False
 
     # ---- building rows
 
@@ -83,7 +87,12 @@ class PolicyUpdate:
         self._lengths += [s.length for s in samples]
         return [_micro_batch(samples, weights, row).to(self.device) for row in rows]
 
-    # ---- the three passes
+    @property
+    def rows(self) -> list[MicroBatch]:
+        """This rank's rows of all mini-batches."""
+        return [row for rows in self.mini_batches for row in rows]
+
+    # ---- the passes
 
     def old_logprobs(self) -> dict[str, float]:
         """Log-probabilities under the policy that sampled, by the training engine; kept for the loss.
@@ -92,7 +101,7 @@ class PolicyUpdate:
             metrics: entropy, and how far generation's own log-probabilities are from the training engine's
             (``training/rollout_probs_diff_*`` on probabilities, ``training/rollout_logprobs_diff_max``).
         """
-        rows = [row for rows in self._rows for row in rows]
+        rows = self.rows
         out = self.engine.logprobs(rows, self.temperature)
         sums: dict[str, float] = {"tokens": 0.0, "entropy": 0.0, "diff": 0.0, "diff2": 0.0}
         top = {"prob_diff": 0.0, "logprob_diff": 0.0}
@@ -109,7 +118,7 @@ class PolicyUpdate:
                 sums["diff2"] += float(diff.double().pow(2).sum())
                 top["prob_diff"] = max(top["prob_diff"], float(diff.max()))
                 top["logprob_diff"] = max(top["logprob_diff"], float((rollout - logprobs[known]).abs().max()))
-        sums, top = self._combine(sums, top)
+        sums, top = self.tally.combine(sums, top)
         n = max(sums["tokens"], 1.0)
         mean = sums["diff"] / n
         return {
@@ -122,7 +131,7 @@ class PolicyUpdate:
 
     def reference_logprobs(self, reference: ForwardRole) -> dict[str, float]:
         """The reference model's log-probabilities, kept for the KL penalty. Returns the KL before the update."""
-        rows = [row for rows in self._rows for row in rows]
+        rows = self.rows
         out = reference.logprobs(rows, self.temperature)
         sums = {"tokens": 0.0, "kl": 0.0}
         for row, logprobs in zip(rows, out):
@@ -130,8 +139,16 @@ class PolicyUpdate:
             values["ref_logprobs"] = logprobs
             sums["tokens"] += float(values["mask"].sum())
             sums["kl"] += float(kl_penalty(values["old_logprobs"], logprobs, values["mask"], "k1").sum())
-        sums, _ = self._combine(sums, {})
+        sums, _ = self.tally.combine(sums)
         return {"actor/reward_kl_penalty": sums["kl"] / max(sums["tokens"], 1.0)}
+
+    def advantages(self) -> dict[str, float]:
+        """Advantages and returns of every token, from what the rows hold by now; see :func:`estimate_advantages`.
+
+        To be called after the log-probabilities, the reference and the critic's values; :meth:`step` does it otherwise.
+        """
+        self._estimated = True
+        return estimate_advantages(self.rows, self.config, self.tally)
 
     def step(self, lr_of_step: Callable[[], float], on_mini_batch: Callable[[int, int], None] | None = None,
              on_step: Callable[[], None] | None = None) -> dict[str, float]:  # fmt: skip
@@ -145,10 +162,12 @@ class PolicyUpdate:
         Returns:
             metrics under verl's names, means over mini-batches.
         """
-        total = self.config.ppo_epochs * len(self._rows)
+        if not self._estimated:
+            self.advantages()
+        total = self.config.ppo_epochs * len(self.mini_batches)
         history: list[dict[str, float]] = []
         for index in range(total):
-            rows = self._rows[index % len(self._rows)]
+            rows = self.mini_batches[index % len(self.mini_batches)]
             if on_mini_batch is not None:
                 on_mini_batch(index, total)
             lr = lr_of_step()
@@ -169,8 +188,6 @@ class PolicyUpdate:
         mask, weights = values["mask"], values["weights"]
         old = values.get("old_logprobs", logprobs.detach())
         advantages = values["advantages"]
-        if config.kl_in == "reward" and "ref_logprobs" in values:
-            advantages = advantages - config.kl_coef * kl_penalty(old, values["ref_logprobs"], mask, config.kl_estimator)
         surrogate = policy_loss(logprobs, old, advantages, mask, clip_low=config.clip_low, clip_high=config.clip_high)
         pg_loss = (weights * surrogate.per_token).sum()
         loss = pg_loss
@@ -200,7 +217,7 @@ class PolicyUpdate:
             for name in ("pg", "kl", "total"):
                 sums[name] += float(c.get(f"loss/{name}", 0.0))
             top["log_ratio"] = max(top["log_ratio"], float(c["max/log_ratio"]))
-        sums, top = self._combine(sums, top)
+        sums, top = self.tally.combine(sums, top)
         n = max(sums["tokens"], 1.0)
         return {
             "actor/pg_loss": sums["pg"],
@@ -214,30 +231,29 @@ class PolicyUpdate:
             "actor/log_ratio_max_first": top["log_ratio"],
         }
 
-    def _combine(self, sums: dict[str, float], tops: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """Add up (and take maxima of) what the speaking ranks hold; the result is on every rank. Collective."""
-        speak = 1.0 if self._speaks else 0.0
-        added = torch.tensor([v * speak for v in sums.values()], dtype=torch.float64)
-        highest = torch.tensor([v * speak for v in tops.values()], dtype=torch.float64)
-        dist.all_reduce(added, group=self.cpu_group)
-        if tops:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.cpu_group)
-        return dict(zip(sums, added.tolist())), dict(zip(tops, highest.tolist()))
-
 
 def _micro_batch(samples: Sequence[TrainSample], weights: Tensor, indices: Sequence[int]) -> MicroBatch:
     """The samples at ``indices`` as one row. No indices give a row from which nothing is learnt."""
     row = build_row(samples, indices)
-    unknown = float("nan")
-    rollout = [s.rollout_logprobs or [unknown] * len(s.response_ids) for s in samples]
     select = row.mask.nonzero()[:, 0]
     sample = row.sample_of[select]
     per_sample = {
-        "advantages": torch.tensor([s.advantage for s in samples], dtype=torch.float32),
         "weights": weights.float(),
         "mask": torch.tensor([s.valid for s in samples], dtype=torch.bool),
     }
     values = {name: value[sample] for name, value in per_sample.items()}
-    values["rollout_logprobs"] = scatter_values(row, rollout)[select]
+    mine = {i: samples[i] for i in indices}
+    sizes = {i: len(s.response_ids) for i, s in mine.items()}
+    per_token: dict[str, dict[int, Sequence[float]]] = {
+        "rollout_logprobs": {i: s.rollout_logprobs or [float("nan")] * sizes[i] for i, s in mine.items()},
+        "advantages": {i: _for_each(s.advantage, sizes[i]) for i, s in mine.items()},
+        "scores": {i: [0.0] * (n - 1) + [mine[i].score or 0.0] * (n > 0) for i, n in sizes.items()},  # on the last token
+    }
+    for name, value in per_token.items():
+        values[name] = scatter_values(row, value)[select]
     lengths = tuple(row.cu_seqlens.diff().tolist())
-    return MicroBatch(row.tokens, row.positions, lengths, select, row.labels[select], values)
+    return MicroBatch(row.tokens, row.positions, lengths, select, row.labels[select], values, tuple(sizes.values()))
+
+
+def _for_each(value: float | Sequence[float], count: int) -> Sequence[float]:
+    return value if isinstance(value, Sequence) else [value] * count

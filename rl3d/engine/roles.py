@@ -1,7 +1,6 @@
-"""Models that only run forward: the reference policy today. They live in the actor's training layout."""
+"""Models that only run forward, in the actor's training layout: the reference policy, a frozen critic, reward models."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,15 +8,19 @@ from torch import Tensor
 from rl3d.distributed.groups import ModelGroups
 from rl3d.engine.forward import Pipeline
 from rl3d.engine.microbatch import MicroBatch
+from rl3d.engine.residency import Residency
 from rl3d.engine.zero.sharded import shard_frozen
 from rl3d.models import Architecture
+from rl3d.models.build import canonical_parameters
 
 
 class ForwardRole:
-    """A frozen model with a residency of its own.
+    """A frozen model, without gradients or optimiser, with a residency of its own.
 
     Args:
         model: this rank's part with loaded weights.
+        arch: what it is; with a value head it has :meth:`values`, otherwise :meth:`logprobs`.
+        groups: where it lives.
         residency: ``"device"`` keeps the weights on the device; ``"host"`` keeps them in (pinned) host memory and
             brings them over for each use only.
         sharded: cut the weights over data parallelism as well, as the actor's are at ZeRO stage 3; passes are then
@@ -26,35 +29,30 @@ class ForwardRole:
 
     def __init__(self, model: Any, arch: Architecture, groups: ModelGroups, *, residency: str = "device",
                  logprob_chunk: int = 1024, sharded: bool = False):  # fmt: skip
-        self.model, self.groups, self._sharded = model.requires_grad_(False).eval(), groups, sharded
-        self.pipeline = Pipeline(model, groups, arch.vocab_size, logprob_chunk)
-        self._device = next(model.parameters()).device
-        self._host: list[Tensor] | None = None
+        self.model, self.arch, self.groups = model.requires_grad_(False).eval(), arch, groups
+        self.pipeline = Pipeline(model, arch, groups, logprob_chunk)
+        self._sharded = sharded
         if sharded:
             self._engine = shard_frozen(self.model, groups, on_host=residency == "host")
-        elif residency == "host" and self._device.type != "cpu":
-            self._host = [p.detach().to("cpu").pin_memory() for p in model.parameters()]
-            self._release()
+            residency = "device"  # DeepSpeed brings the shards over, module by module
+        self.residency = Residency(lambda: [p.data for p in model.parameters()], residency, constant=True)
 
-    def _release(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.untyped_storage().resize_(0)
-
-    @contextmanager
-    def _resident(self) -> Iterator[None]:
-        if self._host is None:
-            yield
-            return
-        for parameter, saved in zip(self.model.parameters(), self._host, strict=True):
-            parameter.untyped_storage().resize_(saved.untyped_storage().nbytes())
-            parameter.data.copy_(saved, non_blocking=True)
-        try:
-            yield
-        finally:
-            self._release()
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Canonical name -> this rank's shard; to be read inside ``residency.resident()``."""
+        return {name: p.data for name, p in canonical_parameters(self.model, self.arch, self.groups).items()}
 
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         """Log-probabilities [N] of each micro-batch; an empty list except on the last stage."""
-        rows = self.pipeline.level(batches) if self._sharded else batches
-        with self._resident():
+        rows = self._rows(batches)
+        with self.residency.resident():
             return [logprobs for logprobs, _ in self.pipeline.logprobs(rows, temperature)][: len(batches)]
+
+    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Values [N], fp32, of each micro-batch; an empty list except on the last stage."""
+        rows = self._rows(batches)
+        with self.residency.resident():
+            return self.pipeline.values(rows)[: len(batches)]
+
+    def _rows(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        return self.pipeline.level(batches) if self._sharded else batches

@@ -44,7 +44,7 @@ class TrainingEngine:
             # both ends hold the tied embedding; the gradient norm must count it once
             model.shared_embedding_or_output_weight().ds_pipe_replicated = True
         self.zero = build_zero(model, groups, stage, settings, deepspeed, offload)
-        self.pipeline = Pipeline(model, groups, arch.vocab_size, logprob_chunk)
+        self.pipeline = Pipeline(model, arch, groups, logprob_chunk)
         self.pipeline.training_forward = self.zero.forward
         model.config.finalize_model_grads_func = self._finalize
 
@@ -60,7 +60,12 @@ class TrainingEngine:
         rows = self.pipeline.level(batches) if self.zero.shards_weights else batches
         return self.pipeline.logprobs(rows, temperature)[: len(batches)]
 
-    def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction, temperature: float) -> StepResult:
+    def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """See :meth:`Pipeline.values`. Collective over data parallelism at ZeRO stage 3."""
+        rows = self.pipeline.level(batches) if self.zero.shards_weights else batches
+        return self.pipeline.values(rows)[: len(batches)]
+
+    def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction, temperature: float = 1.0) -> StepResult:
         """Forward and backward over ``batches``, then one optimiser step. Collective over the whole layout.
 
         ``loss`` returns this rank's share of a loss that is *summed* over micro-batches and data-parallel ranks: its
@@ -74,8 +79,8 @@ class TrainingEngine:
             raise ValueError("a training step needs at least one micro-batch on every data-parallel rank, got none")
         scale = self.groups.dp_size  # DeepSpeed averages over data parallelism
 
-        def scaled(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-            value, collected = loss(logprobs, entropy, batch)
+        def scaled(*outputs: Any) -> tuple[Tensor, dict[str, Any]]:
+            value, collected = loss(*outputs)
             return value * scale, collected
 
         rows = self.pipeline.level(batches) if self.zero.level else batches

@@ -19,6 +19,7 @@ from torch import Tensor
 from rl3d.io.hf_reader import INDEX_FILE, SINGLE_FILE
 from rl3d.layout import stage_layers
 from rl3d.models import Architecture, MappedParameter, hf_shapes, mapped_parameters
+from rl3d.models.value import classifier_config
 
 _DTYPE_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # carried byte for byte from the directory that the model came from
@@ -203,6 +204,8 @@ def _write_sidecars(directory: Path, source: Path, arch: Architecture, dtype: to
     config = json.loads((source / "config.json").read_text())
     config["vocab_size"] = arch.vocab_size
     config.pop("torch_dtype", None)
+    if arch.value_head:
+        config = classifier_config(config, arch)
     config["dtype"] = str(dtype).removeprefix("torch.")
     _write_atomically(directory / "config.json", json.dumps(config, indent=2) + "\n")
     if source.resolve() == directory.resolve():

@@ -1,6 +1,6 @@
 """Hugging Face checkpoint -> the shard that one rank holds. Each rank reads only its own slices."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -13,11 +13,12 @@ from rl3d.models import Architecture, MappedParameter, hf_shapes, mapped_paramet
 
 @torch.no_grad()
 def import_hf(directory: str | Path, arch: Architecture, padded_vocab: int, tensors: Mapping[str, Tensor],
-              tp_size: int, tp_rank: int) -> None:  # fmt: skip
+              tp_size: int, tp_rank: int, absent: Collection[str] = ()) -> None:  # fmt: skip
     """Fill ``tensors`` (canonical name -> local shard, in place) from a Hugging Face directory, or with random weights
     where the directory says so (:mod:`rl3d.io.random_reader`).
 
-    Rows that pad the vocabulary become zeros. Reads about 1/tp of each tensor and nothing of other stages.
+    Rows that pad the vocabulary become zeros. Parameters in ``absent`` are not in the directory and stay as they are.
+    Reads about 1/tp of each tensor and nothing of other stages.
 
     Raises:
         CheckpointError: tensors missing, unexpected, mis-shaped or not finite, before or while reading, by name.
@@ -27,13 +28,17 @@ def import_hf(directory: str | Path, arch: Architecture, padded_vocab: int, tens
         reader = RandomReader(directory, next(iter(tensors.values())).device)
     else:
         reader = HFReader(directory)
-    reader.check(hf_shapes(arch), tied_head="lm_head.weight" if arch.tied else None)
     mapped = {m.spec.name: m for m in mapped_parameters(arch, padded_vocab)}
+    fresh = {s.hf_name for name in absent if name in mapped for s in mapped[name].segments}
+    expected = {name: shape for name, shape in hf_shapes(arch).items() if name not in fresh}
+    # a tied checkpoint may repeat its embedding as a head; a value model takes the backbone of one that has a head
+    reader.check(expected, tied_head="lm_head.weight" if arch.tied or arch.value_head else None)
     unknown = set(tensors) - set(mapped)
     if unknown:
         raise CheckpointError(f"the model has parameters that no rule maps: {sorted(unknown)}")
     for name, tensor in tensors.items():
-        read_shard(reader, mapped[name], tp_size, tp_rank, tensor)
+        if name not in absent:
+            read_shard(reader, mapped[name], tp_size, tp_rank, tensor)
 
 
 def read_shard(reader: HFReader | RandomReader, mapped: MappedParameter, tp_size: int, tp_rank: int, out: Tensor) -> None:

@@ -7,7 +7,7 @@ silently to something wrong.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class Architecture:
         post_norm: the norms of a layer follow attention and MLP, before the residual is added (olmo2), instead of
             coming before them.
         rope_scaling: fields of transformers' ``rope_parameters`` except theta, sorted; empty for plain RoPE.
+        value_head: one number for each token, [1, hidden] (with ``value_bias`` a bias), in place of the vocabulary.
     """
 
     family: str
@@ -108,6 +109,8 @@ class Architecture:
     qk_norm: str = "none"
     post_norm: bool = False
     rope_scaling: tuple[tuple[str, Any], ...] = ()
+    value_head: bool = False
+    value_bias: bool = False
 
     @property
     def qkv_rows(self) -> int:
@@ -123,7 +126,13 @@ class Architecture:
         norms = 2 * self.hidden_size + heads * self.head_dim
         layer = attention + bias + 3 * self.hidden_size * self.ffn_size + norms
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        if self.value_head:
+            embeddings = (self.vocab_size + 1) * self.hidden_size + self.value_bias
         return self.num_layers * layer + embeddings + self.hidden_size
+
+    def as_value_model(self, bias: bool = False) -> "Architecture":
+        """The same backbone under a value head. Never tied: the last stage then holds no copy of the embedding."""
+        return replace(self, tied=False, value_head=True, value_bias=bias)
 
     def padded_vocab(self, *tp_sizes: int, multiple: int = 1) -> int:
         """Rows of the embedding, rounded up so that every tensor-parallel size given divides them.

@@ -21,6 +21,7 @@ from rl3d.models.architecture import Architecture
 from rl3d.models.errors import UnsupportedModelError
 from rl3d.models.rope import scaled_frequencies
 from rl3d.models.spec import layer_spec, norm_of
+from rl3d.models.value_head import put_value_head
 
 
 @dataclass
@@ -165,7 +166,7 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
         part = PackedGPTModel(
             config,
             TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=norm_of(arch)),
-            vocab_size=padded_vocab,
+            vocab_size=groups.tp_size if arch.value_head else padded_vocab,
             max_sequence_length=arch.max_positions,
             pre_process=groups.is_first_stage and chunk == 0,
             post_process=groups.is_last_stage and chunk == groups.vpp - 1,
@@ -174,7 +175,10 @@ def build_model(arch: Architecture, groups: ModelGroups, *, padded_vocab: int, d
             rotary_base=arch.rope_theta,
             pg_collection=groups.pg_collection(),
             vp_stage=chunk if groups.vpp > 1 else None,
-        ).to(device)
+        )
+        if arch.value_head:
+            put_value_head(part, arch, padded_vocab)
+        part = part.to(device)
         for index, module in zip(layers, part.decoder.layers, strict=True):
             for inner in module.modules():  # megatron-core numbers layers as if every stage held the same number
                 if hasattr(inner, "layer_number"):
@@ -222,6 +226,8 @@ def canonical_parameters(model: torch.nn.Module, arch: Architecture, groups: Mod
             if name.startswith("decoder.layers."):
                 head, rest = name.removeprefix("decoder.layers.").split(".", 1)
                 name = f"decoder.layers.{layers[int(head)]}.{rest}"
+            elif arch.value_head and name.startswith("output_layer."):
+                name = name.replace("output_layer", "value_head")
             elif name == "output_layer.weight" and arch.tied:
                 name = "embedding.word_embeddings.weight"
             out[name] = parameter

@@ -167,6 +167,15 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
     "olmo2": _family(_QKV, *_PROJECTION_NORMS, _PROJ, _FC1, _FC2, *_NORMS_AFTER),
 }  # fmt: skip
 
+# one number for each token, in transformers' ...ForSequenceClassification and ...ForTokenClassification (with a bias);
+# small and replicated over tensor parallelism, whatever the family
+_VALUE_HEAD = (
+    Rule("value_head.weight", lambda a: (1, a.hidden_size), lambda a, _: [Segment("score.weight", 0, 0, 1)], place="post"),
+    Rule("value_head.bias", lambda a: (1,), lambda a, _: [Segment("score.bias", 0, 0, 1)], place="post",
+         condition=lambda a: a.value_bias),
+)  # fmt: skip
+_LM_HEAD = "output_layer.weight"
+
 
 @dataclass(frozen=True)
 class MappedParameter:
@@ -186,7 +195,10 @@ def mapped_parameters(arch: Architecture, padded_vocab: int, dtype: str = "float
         raise UnsupportedModelError(f"family {arch.family!r} has no rules; expected one of {sorted(FAMILIES)}")
     if padded_vocab < arch.vocab_size:
         raise UnsupportedModelError(f"padded vocabulary {padded_vocab} is smaller than the real one, {arch.vocab_size}")
-    rules = [r for r in FAMILIES[arch.family] if r.condition(arch)]
+    rules = list(FAMILIES[arch.family])
+    if arch.value_head:
+        rules = [r for r in rules if r.name != _LM_HEAD] + list(_VALUE_HEAD)
+    rules = [r for r in rules if r.condition(arch)]
     before = [r for r in rules if r.place == "pre"]
     layer = [r for r in rules if r.place == "layer"]
     after = [r for r in rules if r.place == "post"]

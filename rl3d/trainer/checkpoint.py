@@ -8,7 +8,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rl3d.engine.zero import ZeroEngine
 LATEST = "latest"
 STATE = "state.json"
 WEIGHTS = "hf"
+CRITIC = "critic"
 
 
 class ResumeError(RuntimeError):
@@ -37,6 +38,7 @@ class RunState:
         stream: position in the data.
         layout: training layout, e.g. ``"tp2.pp2.dp1.zero1"``, with the mesh order behind a slash.
         world_size: ranks.
+        critic_steps: optimiser steps that the critic took.
     """
 
     step: int
@@ -44,13 +46,15 @@ class RunState:
     stream: dict[str, Any]
     layout: str
     world_size: int
+    critic_steps: int = 0
 
 
-def save(directory: Path, state: RunState, zero: ZeroEngine, runtime: Runtime, keep: int,
+def save(directory: Path, state: RunState, engines: Mapping[str, ZeroEngine], runtime: Runtime, keep: int,
          export: Callable[[Path], None]) -> Path:  # fmt: skip
     """Write ``directory/step_N``; the ``keep`` newest stay. Collective. Returns its path.
 
-    ``export`` writes the weights as a Hugging Face directory, so that every checkpoint can be used on its own.
+    ``engines`` is what learns, by name. ``export`` writes weights as Hugging Face directories into the checkpoint, so
+    that each can be used on its own.
     """
     final = directory / f"step_{state.step:06d}"
     partial = directory / f".step_{state.step:06d}.partial"
@@ -59,12 +63,12 @@ def save(directory: Path, state: RunState, zero: ZeroEngine, runtime: Runtime, k
         partial.mkdir(parents=True)
     runtime.barrier()
     content = {
-        "zero": zero.state_dict(),
+        **{name: zero.state_dict() for name, zero in engines.items()},
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state(runtime.device) if runtime.device.type == "cuda" else None,
         "python_rng": random.getstate(),
     }
-    export(partial / WEIGHTS)
+    export(partial)
     path = partial / f"rank_{runtime.rank:05d}.pt"
     with path.open("wb") as file:
         torch.save(content, file)
@@ -106,11 +110,11 @@ def find(directory: Path, resume: str) -> Path | None:
     return inside[-1]
 
 
-def load(path: Path, zero: ZeroEngine, runtime: Runtime, layout: str) -> RunState:
+def load(path: Path, engines: Mapping[str, ZeroEngine], runtime: Runtime, layout: str) -> RunState:
     """Restore weights, optimiser and random state. Collective.
 
     Raises:
-        ResumeError: another layout or number of ranks, or this rank's part is missing.
+        ResumeError: another layout or number of ranks, another critic, or this rank's part is missing.
     """
     state = RunState(**json.loads((path / STATE).read_text()))
     if (state.layout, state.world_size) != (layout, runtime.world_size):
@@ -122,7 +126,14 @@ def load(path: Path, zero: ZeroEngine, runtime: Runtime, layout: str) -> RunStat
     if not part.is_file():
         raise ResumeError(f"{part} is missing; every rank needs to see the run's directory (a shared file system)")
     content = torch.load(part, map_location="cpu", weights_only=True)
-    zero.load_state_dict(content["zero"])
+    if ("critic" in content) != ("critic" in engines):
+        here, there = ("trains a critic", "holds none") if "critic" in engines else ("trains no critic", "holds one")
+        raise ResumeError(
+            f"this run {here}, and {path} {there}; resume with the algorithm settings it was written with, or start anew "
+            f"with model.path = {path / WEIGHTS}"
+        )
+    for name, zero in engines.items():
+        zero.load_state_dict(content[name])
     torch.set_rng_state(content["torch_rng"])
     if content["cuda_rng"] is not None and runtime.device.type == "cuda":
         torch.cuda.set_rng_state(content["cuda_rng"], runtime.device)

@@ -35,13 +35,15 @@ class Console:
         """``[Step 0] Computing rewards for 32 samples...``"""
         self.line(f"[Step {step}] Computing rewards for {samples} samples...")
 
-    def updating(self, step: int, mini_batches: int) -> None:
+    def updating(self, step: int, mini_batches: int, role: str = "actor") -> None:
         """``[Step 0] Updating actor with 4 mini-batches...``"""
-        self.line(f"[Step {step}] Updating actor with {mini_batches} mini-batch{'es' * (mini_batches != 1)}...")
+        self.line(f"[Step {step}] Updating {role} with {mini_batches} mini-batch{'es' * (mini_batches != 1)}...")
 
-    def result(self, step: int, loss: float, reward_mean: float, kl: float) -> None:
-        """``[Step 0] Actor loss: 1.824 | Reward mean: 1.002 | KL: 0.042``"""
-        self.line(f"[Step {step}] Actor loss: {loss:.3f} | Reward mean: {reward_mean:.3f} | KL: {kl:.3f}")
+    def result(self, step: int, loss: float | None, reward_mean: float, kl: float | None,
+               critic_loss: float | None = None) -> None:  # fmt: skip
+        """``[Step 0] Actor loss: 1.824 | Reward mean: 1.002 | KL: 0.042``; what was not trained has no loss."""
+        parts = {"Actor loss": loss, "Critic loss": critic_loss, "Reward mean": reward_mean, "KL": kl}
+        self.line(f"[Step {step}] " + " | ".join(f"{name}: {x:.3f}" for name, x in parts.items() if x is not None))
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,9 @@ from rl3d.algorithms.advantages import grpo_advantages
 from rl3d.config import PPOConfig, RolloutConfig
 from rl3d.data.batch import FinishReason, Prompt, Sample
 from rl3d.engine.actor import Actor
-from rl3d.engine.policy import TrainSample
+from rl3d.engine.critic import Critic
+from rl3d.engine.policy import PolicyUpdate, TrainSample
+from rl3d.engine.reward_model import RewardModel
 from rl3d.generation.engine import Request, Result, SamplingParams
 from rl3d.rewards.runner import RewardRunner
 from rl3d.trainer import metrics as names
@@ -43,6 +45,9 @@ class StepContext:
     lr_of_step: Callable[[], float]
     optimizer_stepped: Callable[[], None]
     stop_token_ids: tuple[int, ...] = ()
+    critic: Critic | None = None
+    critic_lr_of_step: Callable[[], float] = lambda: 0.0
+    critic_stepped: Callable[[], None] = lambda: None
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -92,21 +97,29 @@ def rewarding_flow(ctx: StepContext, inbox: "queue.Queue[Sample | None]", out: "
         out.put(future.result())
 
 
-def updating_flow(ctx: StepContext, samples: Sequence[Sample]) -> dict[str, float]:
-    """GRPO: advantages within each prompt's group, old and reference log-probabilities, optimiser steps."""
-    actor, algorithm, n = ctx.actor, ctx.algorithm, ctx.rollout.n
+def add_model_scores(ctx: StepContext, samples: Sequence[Sample], model: RewardModel, weight: float) -> list[Sample]:
+    """Samples with ``weight`` times the reward model's score of prompt and response added; failed ones stay failed.
+
+    At a phase boundary, on every rank: the model is spread over the training layout. ``info["reward_model"]`` has the
+    score by itself.
+    """
     start = time.perf_counter()
-    scores = torch.tensor([float("nan") if s.failed or s.score is None else s.score for s in samples])
-    group = torch.arange(len(samples)) // n
-    advantages = grpo_advantages(scores, group, normalize_by_std=algorithm.norm_adv_by_std)
-    valid = scores.isfinite().tolist()
-    batch = [
-        TrainSample(s.prompt_ids, s.response_ids, a, s.logprobs, ok)
-        for s, a, ok in zip(samples, advantages.tolist(), valid, strict=True)
-    ]
-    size = algorithm.mini_batch_size * n
+    scores = ctx.actor.call("reward_model", lambda: model.scores([s.prompt_ids + s.response_ids for s in samples]))
+    out = []
+    for sample, score in zip(samples, scores, strict=True):
+        total = None if sample.failed or sample.score is None else sample.score + weight * score
+        out.append(replace(sample, score=total, info={**sample.info, "reward_model": score}))
+    ctx.timings[names.TIMING_REWARD] = ctx.timings.get(names.TIMING_REWARD, 0.0) + time.perf_counter() - start
+    return out
+
+
+def updating_flow(ctx: StepContext, samples: Sequence[Sample]) -> dict[str, float]:
+    """What every later phase reads is put into the rows of one update: old and reference log-probabilities, values,
+    advantages; then the critic's and the actor's optimiser steps."""
+    actor, algorithm, critic = ctx.actor, ctx.algorithm, ctx.critic
+    batch = train_samples(samples, algorithm, ctx.rollout.n)
+    size = algorithm.mini_batch_size * ctx.rollout.n
     mini_batches = [range(i, i + size) for i in range(0, len(batch), size)]
-    ctx.timings[names.TIMING_ADV] = time.perf_counter() - start
 
     def run() -> dict[str, float]:
         update = actor.policy_update(batch, mini_batches, ctx.rollout.temperature, algorithm)
@@ -114,23 +127,51 @@ def updating_flow(ctx: StepContext, samples: Sequence[Sample]) -> dict[str, floa
         if actor.parts.reference is not None:
             reference = actor.parts.reference
             out |= _timed(ctx, names.TIMING_REF, lambda: update.reference_logprobs(reference))
-        total = algorithm.ppo_epochs * len(mini_batches)
-        ctx.console.updating(ctx.step, total)
+        if critic is not None:
+            out |= _timed(ctx, names.TIMING_VALUES, lambda: critic.values(update))
+        out |= _timed(ctx, names.TIMING_ADV, update.advantages)
+        if critic is not None and not critic.frozen:
+            out |= _timed(ctx, names.TIMING_UPDATE_CRITIC, lambda: _update_critic(ctx, critic, update))
+        if ctx.step >= algorithm.critic_only_steps:
+            out |= _timed(ctx, names.TIMING_UPDATE_ACTOR, lambda: _update_actor(ctx, update))
+        return out
 
-        def stepped() -> None:
-            actor.hybrid.weights_changed()
-            ctx.optimizer_stepped()
+    return actor.call("update", run)
 
-        def optimise() -> dict[str, float]:
-            with ctx.console.progress(f"[Step {ctx.step}] Updating", total) as advance:
-                return update.step(ctx.lr_of_step, on_mini_batch=lambda index, _: advance(1 if index else 0),
-                                   on_step=stepped)  # fmt: skip
 
-        return out | _timed(ctx, names.TIMING_UPDATE_ACTOR, optimise)
+def train_samples(samples: Sequence[Sample], algorithm: PPOConfig, n: int) -> list[TrainSample]:
+    """Scored samples as the update takes them, ``n`` of each prompt in a row; failed ones are left out of the loss."""
+    scores = torch.tensor([float("nan") if s.failed or s.score is None else s.score for s in samples])
+    advantages = torch.zeros_like(scores)  # ppo works them out from the scores, token by token
+    if algorithm.name == "grpo":
+        group = torch.arange(len(samples)) // n
+        advantages = grpo_advantages(scores, group, normalize_by_std=algorithm.norm_adv_by_std)
+    return [
+        TrainSample(s.prompt_ids, s.response_ids, advantage, s.logprobs, ok, score)
+        for s, advantage, ok, score in zip(
+            samples, advantages.tolist(), scores.isfinite().tolist(), scores.tolist(), strict=True
+        )
+    ]
 
-    out = actor.call("update", run)
-    used = [a for a, ok in zip(advantages.tolist(), valid, strict=True) if ok]
-    return out | names.spread(names.ADVANTAGES, used) | names.spread(names.RETURNS, used)
+
+def _update_actor(ctx: StepContext, update: PolicyUpdate) -> dict[str, float]:
+    total = ctx.algorithm.ppo_epochs * len(update.mini_batches)
+    ctx.console.updating(ctx.step, total)
+
+    def stepped() -> None:
+        ctx.actor.hybrid.weights_changed()
+        ctx.optimizer_stepped()
+
+    with ctx.console.progress(f"[Step {ctx.step}] Updating", total) as advance:
+        return update.step(ctx.lr_of_step, on_mini_batch=lambda index, _: advance(1 if index else 0), on_step=stepped)
+
+
+def _update_critic(ctx: StepContext, critic: Critic, update: PolicyUpdate) -> dict[str, float]:
+    total = ctx.algorithm.ppo_epochs * len(update.mini_batches)
+    ctx.console.updating(ctx.step, total, "critic")
+    with ctx.console.progress(f"[Step {ctx.step}] Updating critic", total) as advance:
+        return critic.update(update, ctx.critic_lr_of_step, on_mini_batch=lambda index, _: advance(1 if index else 0),
+                             on_step=ctx.critic_stepped)  # fmt: skip
 
 
 def _timed(ctx: StepContext, name: str, run: Callable[[], dict[str, float]]) -> dict[str, float]:

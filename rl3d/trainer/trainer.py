@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ from rl3d.config import PPOConfig, RolloutConfig, RunConfig, TrainerConfig
 from rl3d.data.batch import Sample
 from rl3d.data.dataset import PromptDataset, PromptStream
 from rl3d.engine.actor import Actor
+from rl3d.engine.critic import Critic
+from rl3d.engine.reward_model import RewardModel
+from rl3d.engine.zero import ZeroEngine
 from rl3d.estimate.flops import peak_flops, training_flops
 from rl3d.rewards.runner import as_runner
 from rl3d.trainer import checkpoint
 from rl3d.trainer import metrics as names
 from rl3d.trainer.console import Console
 from rl3d.trainer.exchange import exchange
-from rl3d.trainer.flows import Flows, StepContext, run_sampling_and_rewarding, score_at_boundary
+from rl3d.trainer.flows import Flows, StepContext, add_model_scores, run_sampling_and_rewarding, score_at_boundary
 from rl3d.trainer.loggers import MetricsWriter, write_samples
 from rl3d.trainer.schedule import learning_rate
 
@@ -25,7 +29,7 @@ Callback = Callable[[int, dict[str, Any]], None]
 
 
 class RLTrainer:
-    """Trains an actor with GRPO on prompts and a reward.
+    """Trains an actor with GRPO or PPO on prompts and a reward.
 
     Every rank of the job makes the same one and calls :meth:`train`.
 
@@ -42,6 +46,9 @@ class RLTrainer:
         rollout, trainer: those sections of a run's configuration.
         flows: your own sampling, rewarding or updating flow.
         run_config: the whole configuration of the run, shown by loggers.
+        reward_model: a :class:`~rl3d.engine.reward_model.RewardModel` and its weight; its score is added to the reward
+            functions', or stands alone without any.
+        critic: a :class:`~rl3d.engine.critic.Critic`; by default one is made when ``config.use_critic`` asks for it.
 
     Raises:
         ValueError: a batch larger than the data, or settings that do not fit together.
@@ -49,7 +56,8 @@ class RLTrainer:
 
     def __init__(self, actor_model: Any, tokenizer: Any = None, dataset: Any = None, config: PPOConfig | None = None,
                  reward_fn: Any = None, *, rollout: RolloutConfig | None = None, trainer: TrainerConfig | None = None,
-                 flows: Flows | None = None, run_config: RunConfig | None = None):  # fmt: skip
+                 flows: Flows | None = None, run_config: RunConfig | None = None,
+                 critic: Critic | None = None, reward_model: tuple[RewardModel, float] | None = None):  # fmt: skip
         self.rollout = rollout or RolloutConfig()
         self.settings = trainer or TrainerConfig(resume="never")  # scripts that give no name share one directory
         if isinstance(actor_model, Actor):
@@ -59,17 +67,23 @@ class RLTrainer:
                                timeout_s=self.settings.timeout_s)  # fmt: skip
         self.algorithm = config or self.actor.algorithm
         self.actor.check_fits(self.algorithm)
+        if critic is not None and not self.algorithm.use_critic:
+            raise ValueError("RLTrainer has a critic and use_critic is false; leave one out, or set name='ppo'")
+        if critic is None and self.algorithm.use_critic:
+            critic = Critic(self.actor, self.algorithm)
+        self.critic = critic
         self.runtime = self.actor.runtime
         self.tokenizer = tokenizer if tokenizer is not None else self.actor.tokenizer
-        if dataset is None or reward_fn is None:
+        if dataset is None or (reward_fn is None and reward_model is None):
             raise ValueError("RLTrainer needs a dataset and a reward_fn; pass both (or use RLTrainer.from_config)")
+        self.reward_model = reward_model
         if not isinstance(dataset, PromptDataset | PromptStream):
             room = self.actor.settings.max_sequence_length - self.rollout.max_new_tokens
             dataset = PromptDataset(list(dataset), self.tokenizer, max_prompt_tokens=room)
         if not isinstance(dataset, PromptStream):
             dataset = PromptStream(dataset, self.algorithm.batch_size, seed=self.settings.seed)
         self.stream = dataset
-        self.rewards = as_runner(reward_fn)
+        self.rewards = as_runner(reward_fn if reward_fn is not None else _no_rule)
         self.flows = flows or Flows()
         self.run_config = run_config
         self.run_dir = self.settings.run_dir
@@ -77,6 +91,7 @@ class RLTrainer:
         self.stop_token_ids = tuple(dict.fromkeys([*self.actor.source.stop_token_ids, *self.rollout.stop_token_ids]))
         self.global_step = 0
         self.optimizer_steps = 0
+        self.critic_steps = 0
         self._callbacks: list[tuple[Callback, bool]] = []
         self._total_steps = 0
 
@@ -108,6 +123,8 @@ class RLTrainer:
         if self.settings.export_hf:
             self.actor.save_hf(self.run_dir / "hf")
             self.console.line(f"Wrote {self.run_dir / 'hf'}")
+            if (critic := self.critic) is not None and not critic.frozen:
+                self.actor.call("save_critic", lambda: critic.save_hf(self.run_dir / "critic"))
         return logs
 
     def train_for(self, steps: int) -> dict[str, Any]:
@@ -137,7 +154,8 @@ class RLTrainer:
         step, actor, n = self.global_step, self.actor, self.rollout.n
         ctx = StepContext(
             step, self.stream.next_batch(), actor, self.tokenizer, self.algorithm, self.rollout, self.rewards,
-            self.console, self._seed(), self._lr, self._stepped, self.stop_token_ids,
+            self.console, self._seed(), self._lr, self._stepped, self.stop_token_ids, self.critic, self._critic_lr,
+            self._critic_stepped,
         )  # fmt: skip
         self.console.sampling(step, len(ctx.prompts), len(ctx.prompts) * n)
         switch = actor.switch_to_generation()
@@ -148,6 +166,8 @@ class RLTrainer:
 
         samples = exchange(mine, ctx.prompts, n, actor.parts.gen_groups, self.runtime.cpu_group)
         self.rewards.check_failures(samples)
+        if self.reward_model is not None:
+            samples = add_model_scores(ctx, samples, *self.reward_model)
         metrics = self.flows.updating(ctx, samples)
 
         ctx.timings[names.TIMING_STEP] = time.perf_counter() - start
@@ -168,10 +188,18 @@ class RLTrainer:
 
     def _lr(self) -> float:
         per_step = self.algorithm.ppo_epochs * self.algorithm.mini_batches
-        return learning_rate(self.algorithm, self.optimizer_steps, self._total_steps * per_step)
+        steps = self._total_steps - self.algorithm.critic_only_steps
+        return learning_rate(self.algorithm, self.optimizer_steps, steps * per_step)
 
     def _stepped(self) -> None:
         self.optimizer_steps += 1
+
+    def _critic_lr(self) -> float:
+        per_step = self.algorithm.ppo_epochs * self.algorithm.mini_batches
+        return learning_rate(self.algorithm, self.critic_steps, self._total_steps * per_step, critic=True)
+
+    def _critic_stepped(self) -> None:
+        self.critic_steps += 1
 
     def _logs(self, ctx: StepContext, samples: Sequence[Sample], metrics: dict[str, float]) -> dict[str, Any]:
         scores = [s.score for s in samples if not s.failed and s.score is not None]
@@ -181,7 +209,7 @@ class RLTrainer:
         spread = names.spread(names.SCORE, scores) | names.spread(names.REWARDS, scores)
         limit = self.actor.settings.max_sequence_length - self.rollout.max_new_tokens
         return {
-            **metrics, **ctx.metrics, **spread, **ctx.timings, **self._mfu(ctx, samples),
+            **spread, **metrics, **ctx.metrics, **ctx.timings, **self._mfu(ctx, samples),
             **names.lengths(names.RESPONSE_LENGTH, [len(s.response_ids) for s in samples], self.rollout.max_new_tokens),
             **names.lengths(names.PROMPT_LENGTH, [len(s.prompt_ids) for s in samples], limit),
             names.TOTAL_TOKENS: tokens, names.TIME_PER_STEP: seconds, names.MAX_MEMORY_GB: memory,
@@ -202,8 +230,11 @@ class RLTrainer:
         return {names.MFU_ACTOR: work * self.algorithm.ppo_epochs / (seconds * peak * self.runtime.world_size)}
 
     def _report(self, step: int, logs: dict[str, Any], samples: Sequence[Sample], writer: MetricsWriter | None) -> None:
-        kl = logs["actor/kl_loss"] if self.actor.parts.reference is not None else logs[names.ACTOR_PPO_KL]
-        self.console.result(step, logs["actor/total_loss"], logs["reward_mean"], kl)
+        kl = names.ACTOR_PPO_KL
+        if self.actor.parts.reference is not None:
+            kl = names.ACTOR_KL_LOSS if self.algorithm.kl_in == "loss" else "actor/reward_kl_penalty"
+        losses = logs.get("actor/total_loss"), logs.get("critic/vf_loss")
+        self.console.result(step, losses[0], logs["reward_mean"], logs.get(kl), losses[1])
         if writer is not None:
             writer.log(step, logs)
         if self.runtime.rank == 0 and self.settings.samples_per_step:
@@ -228,20 +259,47 @@ class RLTrainer:
     def save(self) -> Path:
         """Write a checkpoint of the run now. Collective."""
         state = checkpoint.RunState(self.global_step, self.optimizer_steps, self.stream.state_dict(), self._layout,
-                                    self.runtime.world_size)  # fmt: skip
-        zero = self.actor.parts.train.zero
-        directory = self.run_dir / "checkpoints"
-        keep, export = self.settings.keep_checkpoints, self.actor.save_hf
-        return self.actor.call("save", lambda: checkpoint.save(directory, state, zero, self.runtime, keep, export))
+                                    self.runtime.world_size, self.critic_steps)  # fmt: skip
+        keep, directory = self.settings.keep_checkpoints, self.run_dir / "checkpoints"
+
+        def run() -> Path:
+            with self._resident():
+                return checkpoint.save(directory, state, self._engines(), self.runtime, keep, self._export)
+
+        return self.actor.call("save", run)
+
+    def _export(self, directory: Path) -> None:
+        self.actor.save_hf(directory / checkpoint.WEIGHTS)
+        if self.critic is not None and not self.critic.frozen:
+            self.critic.save_hf(directory / checkpoint.CRITIC)
+
+    def _engines(self) -> dict[str, ZeroEngine]:
+        """What learns, by the name that it has in a checkpoint."""
+        engines = {"zero": self.actor.parts.train.zero}
+        if self.critic is not None and self.critic.zero is not None:
+            engines["critic"] = self.critic.zero
+        return engines
+
+    def _resident(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.critic is None else self.critic.residency.resident()
 
     def _resume(self) -> None:
         path = checkpoint.find(self.run_dir / "checkpoints", self.settings.resume)
         if path is None or self.global_step:
             return
-        zero = self.actor.parts.train.zero
-        state = self.actor.call("load", lambda: checkpoint.load(path, zero, self.runtime, self._layout))
+
+        def run() -> checkpoint.RunState:
+            with self._resident():
+                return checkpoint.load(path, self._engines(), self.runtime, self._layout)
+
+        state = self.actor.call("load", run)
         self.actor.hybrid.weights_changed()
         self.stream.load_state_dict(state.stream)
-        self.global_step, self.optimizer_steps = state.step, state.optimizer_steps
+        self.global_step, self.optimizer_steps, self.critic_steps = state.step, state.optimizer_steps, state.critic_steps
         left = max(self._total_steps - state.step, 0)
         self.console.line(f"Resumed from {path}: {state.step} steps done, {left} to go")
+
+
+def _no_rule(response: str) -> float:
+    """The reward function of a run whose rewards come from a model alone."""
+    return 0.0

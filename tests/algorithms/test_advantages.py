@@ -8,6 +8,7 @@ from rl3d.algorithms.advantages import (
     grpo_advantages,
     masked_moments,
     merge_moments,
+    packed_gae,
     whiten,
 )
 from rl3d.algorithms.masks import response_mask, scores_at_last_token
@@ -101,6 +102,35 @@ def test_gae_matches_verl_on_ragged_rows():
     torch.testing.assert_close(returns, expected_returns * mask)
     poisoned = torch.where(mask.bool(), values, math.nan)
     torch.testing.assert_close(gae_advantages(rewards, poisoned, mask, gamma=0.9, lam=0.8)[0], adv)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.97, 0.0)])
+def test_gae_on_packed_rows_equals_its_definition_sequence_by_sequence(gamma, lam):
+    """sum over l of (gamma lam)^l delta (arXiv:1506.02438, eq. 16), with an empty and a failed response."""
+    torch.manual_seed(6)
+    counts = [3, 1, 0, 7, 2]
+    rewards, values = torch.randn(sum(counts)), torch.randn(sum(counts))
+    failed = torch.tensor([False, False, False, False, True]).repeat_interleave(torch.tensor(counts))
+    advantages, returns = packed_gae(rewards, torch.where(failed, math.nan, values), ~failed, counts, gamma=gamma, lam=lam)
+    start = 0
+    for count in counts[:-1]:
+        r, v = rewards[start : start + count].tolist(), values[start : start + count].tolist()
+        delta = [r[t] + gamma * (v[t + 1] if t + 1 < count else 0.0) - v[t] for t in range(count)]
+        for t in range(count):
+            expected = sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, count))
+            assert float(advantages[start + t]) == pytest.approx(expected, abs=1e-5)
+            assert float(returns[start + t]) == pytest.approx(expected + v[t], abs=1e-5)
+        start += count
+    assert not advantages[failed].any() and not returns[failed].any()
+
+
+def test_without_values_advantages_are_the_discounted_rewards_that_follow():
+    """verl's compute_reinforce_plus_plus_outcome_advantage before whitening."""
+    rewards, counts, gamma = torch.tensor([0.5, 0.0, 2.0, -1.0, 4.0]), [3, 2], 0.5
+    advantages, returns = packed_gae(rewards, None, torch.ones(5), counts, gamma=gamma, lam=0.3)
+    assert advantages.tolist() == returns.tolist() == [0.5 + 0.25 * 2.0, 1.0, 2.0, -1.0 + 0.5 * 4.0, 4.0]
+    with pytest.raises(ValueError, match="5 rewards"):
+        packed_gae(rewards, None, torch.ones(5), [3, 3])
 
 
 def test_whitening_is_verls_and_skips_a_lone_token():

@@ -146,6 +146,15 @@ def test_ppo_config_as_promised() -> None:
     assert PPOConfig().needs_reference is True
 
 
+def test_what_ppo_means_unless_told_otherwise() -> None:
+    cfg = PPOConfig(name="ppo", batch_size=8)
+    assert (cfg.use_critic, cfg.kl_in, cfg.kl_estimator, cfg.mini_batch_size) == (True, "reward", "k1", 8)
+    assert PPOConfig(name="ppo", use_critic=False).use_critic is False
+    assert PPOConfig(name="ppo", kl_in="loss").kl_estimator == "k3"
+    grpo = PPOConfig()
+    assert (grpo.name, grpo.use_critic, grpo.kl_in, grpo.kl_estimator) == ("grpo", False, "loss", "k3")
+
+
 def test_fsdp_names() -> None:
     for name, stage in {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}.items():
         assert zero_stage_from_fsdp(PPOConfig(fsdp_config={"sharding_strategy": name}).fsdp_config) == stage

@@ -46,7 +46,7 @@ CASES = [
     ("algorithm.lr=fast", ["algorithm.lr = 'fast'", "expected a number"]),
     ("algorithm.betas=[0.9, 1.0]", ["algorithm.betas.1 = 1.0", "less than 1"]),
     ("algorithm.kl_estimator=k4", ["algorithm.kl_estimator = 'k4'", "'k1', 'k2' or 'k3'"]),
-    ("algorithm.name=dpo", ["algorithm.name = 'dpo'", "expected 'grpo'"]),
+    ("algorithm.name=dpo", ["algorithm.name = 'dpo'", "expected 'grpo' or 'ppo'"]),
     ("algorithm=fast", ["algorithm = 'fast'", "expected a mapping"]),
     ("trainer.export_hf=maybe", ["trainer.export_hf = 'maybe'", "expected true or false"]),
     ("trainer.loggers=[console, mlflow]", ["trainer.loggers.1 = 'mlflow'", "'wandb'"]),
@@ -74,6 +74,14 @@ CASES = [
     ("trainer.epochs=2", ["trainer.epochs = 2", "steps = 2", "give one"]),
     ("algorithm.use_critic=true", ["algorithm.use_critic = True", "use_critic=false"]),
     ("model.max_sequence_length=16", ["model.max_sequence_length = 16", "raise it to 32"]),
+    ("algorithm.critic_model=x", ["algorithm.critic_model = 'x'", "there is no critic", "name=ppo"]),
+    (["algorithm.name=ppo", "algorithm.freeze_critic=true"], ["algorithm.freeze_critic = True", "critic_model"]),
+    (
+        ["algorithm.name=ppo", "algorithm.use_critic=false", "algorithm.critic_only_steps=2"],
+        ["algorithm.critic_only_steps = 2", "use_critic=true"],
+    ),
+    (["algorithm.name=ppo", "algorithm.critic_model=./nowhere"], ["algorithm.critic_model", "no config.json"]),
+    ("algorithm.reference_model=x", ["algorithm.reference_model = 'x'", "kl_coef = 0.0", "remove it"]),
     (["algorithm.kl_coef=0.1", "algorithm.reference=none"], ["algorithm.reference = 'none'", "kl_coef"]),
     # keys of the libraries that have a name of ours
     ("deepspeed.zero_optimization.stage=2", ["deepspeed.zero_optimization.stage = 2", "layout.train"]),

@@ -14,7 +14,8 @@ from rl3d.trainer.console import Console
 
 def test_names_are_verls() -> None:
     names = {value for key, value in vars(metrics).items() if key.isupper()}
-    expected = """timing_s/gen timing_s/reward timing_s/old_log_prob timing_s/ref timing_s/adv timing_s/update_actor
+    expected = """timing_s/gen timing_s/reward timing_s/old_log_prob timing_s/ref timing_s/values timing_s/adv
+    timing_s/update_critic timing_s/update_actor perf/mfu/actor
     timing_s/update_weights timing_s/step actor/pg_loss actor/entropy actor/kl_loss actor/ppo_kl actor/pg_clipfrac
     actor/grad_norm actor/lr critic/score critic/rewards critic/advantages critic/returns response_length prompt_length
     perf/throughput perf/total_num_tokens perf/time_per_step perf/max_memory_allocated_gb perf/mfu/actor

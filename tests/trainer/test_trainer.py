@@ -41,6 +41,56 @@ def test_three_steps_and_three_after_resuming_equal_six(root, facts):
         assert {k: a[k] for k in same} == {k: b[k] for k in same}
 
 
+def test_a_run_with_a_critic_resumes_bit_for_bit(root, facts):
+    ppo = facts["ppo"]
+    assert ppo["policy"] and ppo["critic"], "weights differ between a straight run and a resumed one"
+    straight, halves = _rows(root, "ppo"), _rows(root, "ppo-halves")
+    assert [row["step"] for row in halves] == list(range(6))
+    for a, b in zip(straight, halves, strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith(TIMED)} == {k: b[k] for k in a if not k.startswith(TIMED)}
+    assert ppo["steps"][:2] == [5 * 2 * 2, 6 * 2 * 2], "the first step is the critic's alone"
+    assert "actor/pg_loss" not in straight[0] and "actor/pg_loss" in straight[1]
+    assert straight[0]["critic/lr"] == pytest.approx(3e-3 * 4 / 6) and straight[0]["critic/lr"] < straight[1]["critic/lr"], (
+        "the critic warms up by a schedule of its own"
+    )
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(root / "runs" / "ppo" / "critic")
+    assert model.score.weight.shape == (1, CONFIG["hidden_size"])
+    assert "trains no critic" in ppo["mixed"] and "holds one" in ppo["mixed"]
+
+
+def test_metrics_of_a_run_with_a_critic(root, facts):
+    for row in _rows(root, "ppo"):
+        for key in ("timing_s/values", "timing_s/update_critic", "critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean",
+                    "critic/grad_norm", "critic/lr", "critic/values/mean", "critic/values/max", "critic/values/min",
+                    "critic/advantages/mean", "critic/returns/mean", "critic/vf_explained_var",
+                    "actor/reward_kl_penalty"):  # fmt: skip
+            assert isinstance(row[key], int | float), key
+        assert abs(row["critic/advantages/mean"]) < 1e-6, "whitened"
+    first, last = _rows(root, "ppo")[0], _rows(root, "ppo")[-1]
+    assert first["critic/values/max"] == first["critic/values/min"] == 0.0
+    assert last["critic/rewards/mean"] != last["critic/score/mean"], "the KL is paid out of the reward"
+    assert last["critic/vf_loss"] < first["critic/vf_loss"]
+
+
+def test_a_frozen_critic_and_none_at_all(root, facts):
+    ppo = facts["ppo"]
+    assert ppo["frozen"] and ppo["steps"][2] == 0 and ppo["none"]
+    frozen, none = _rows(root, "ppo-frozen")[0], _rows(root, "ppo-none")[0]
+    assert "critic/vf_loss" not in frozen and frozen["critic/values/max"] > frozen["critic/values/min"]
+    assert "critic/values/mean" not in none and abs(none["critic/advantages/mean"]) < 1e-6
+    assert not (root / "runs" / "ppo-frozen" / "critic").exists()
+
+
+def test_scores_of_a_reward_model_are_added_at_the_phase_boundary(root, facts):
+    samples = [
+        json.loads(line) for line in next((root / "runs/ppo-scored/samples").glob("*.jsonl")).read_text().splitlines()
+    ]
+    assert len(samples) == 24 and len({row["reward_model"] for row in samples}) > 1
+    for row in samples:
+        assert row["score"] == pytest.approx(1.0 + 0.5 * row["reward_model"])
+    assert facts["ppo"]["scored"] == pytest.approx(sum(row["score"] for row in samples) / 24)
+
+
 def test_a_finished_run_has_nothing_left_to_do(facts):
     assert facts["again"] == {}
     assert facts["old_run"] == 6 * 2 * 2  # steps x epochs x mini-batches
@@ -92,6 +142,6 @@ def test_a_script_with_a_model_object_and_rows(root):
     width = expected.shape[1]
     assert [row[:width] for row in facts["greedy"]] == expected.tolist()
     assert "needs a reference model" in facts["errors"][0] and "eps = 0.001" in facts["errors"][1]
-    assert ["write zero1 for zero3" in facts["errors"][2], "write zero1 for zero2" in facts["errors"][3]] == [True, True]
+    assert facts["stages"] == [3, 2]
     assert facts["steps"] == 2 and facts["reward"] >= 0.5 and facts["reference"]
     assert facts["length"] == CONFIG["max_position_embeddings"]

@@ -5,6 +5,7 @@ import queue
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rl3d import Actor, PPOConfig, RLTrainer
@@ -12,7 +13,9 @@ from rl3d.config import RolloutConfig, TrainerConfig
 from rl3d.data.dataset import PromptDataset
 from rl3d.data.sources import load_rows
 from rl3d.data.tokenizers import load_tokenizer
+from rl3d.engine.reward_model import RewardModel
 from rl3d.rewards.runner import RewardFailure
+from rl3d.trainer.checkpoint import ResumeError
 from rl3d.trainer.exchange import ExchangeError
 from rl3d.trainer.flows import Flows, rewarding_flow, sampling_flow
 
@@ -23,7 +26,7 @@ def score(prompt: str, response: str, answer: str) -> float:
     return response.replace(" ", "").count(answer) / 8
 
 
-def make(root: Path, name: str, steps: int, *, tied: bool = True, reward: Any = score, flows: Flows | None = None,
+def make(root: Path, run: str, steps: int, /, *, tied: bool = True, reward: Any = score, flows: Flows | None = None,
          resume: str = "auto", **algorithm: Any) -> RLTrainer:  # fmt: skip
     """A trainer of its own on the tiny task; TP1·PP2 trains, two replicas generate."""
     config = PPOConfig(**{"batch_size": 6, "mini_batch_size": 3, "ppo_epochs": 2, "lr": 3e-3, "kl_coef": 0.05, "eps": 1e-5,
@@ -32,7 +35,7 @@ def make(root: Path, name: str, steps: int, *, tied: bool = True, reward: Any = 
     actor = Actor(model, train="tp1.pp2.zero1", gen="tp1", algorithm=config, reference=True, max_sequence_length=32)
     tokenizer = load_tokenizer(model)
     data = PromptDataset(load_rows("tiny:copy", size=20, seed=1), tokenizer)
-    settings = TrainerConfig(name=name, output_dir=str(root / "runs"), steps=steps, save_every=3, resume=resume, seed=5)
+    settings = TrainerConfig(name=run, output_dir=str(root / "runs"), steps=steps, save_every=3, resume=resume, seed=5)
     rollout = RolloutConfig(n=N, max_new_tokens=6)
     return RLTrainer(actor, tokenizer, data, config, reward, rollout=rollout, trainer=settings, flows=flows)
 
@@ -52,9 +55,37 @@ def main(runtime: Any, directory: str) -> dict[str, Any]:
     again = make(root, "halves", 6).train()
 
     facts = {"callbacks": seen, "last": last, "equal": straight == resumed, "again": again}
-    facts |= _own_flows(root) | _failures(root)
+    facts |= _own_flows(root) | _failures(root) | {"ppo": _ppo(root)}
     facts["old_run"] = second.optimizer_steps
     return facts
+
+
+def _ppo(root: Path) -> dict[str, Any]:
+    """PPO with a critic, straight and resumed; then with the learned critic frozen, and with none."""
+    settings = {"name": "ppo", "critic_lr": 3e-3, "critic_warmup_steps": 6, "critic_only_steps": 1, "lam": 0.9,
+                "critic_residency": "host"}  # fmt: skip
+    whole = make(root, "ppo", 6, **settings)
+    whole.train()
+    make(root, "ppo-halves", 6, resume="never", **settings).train_for(3)
+    halves = make(root, "ppo-halves", 6, **settings)
+    halves.train()
+    learned = str(whole.run_dir / "critic")
+    frozen = make(root, "ppo-frozen", 2, name="ppo", critic_model=learned, freeze_critic=True)
+    frozen.train()
+    none = make(root, "ppo-none", 2, name="ppo", use_critic=False, kl_coef=0.05)
+    none.train()
+    scored = make(root, "ppo-scored", 1, name="ppo", use_critic=False, reward=lambda response: 1.0)
+    scored.reward_model = RewardModel(scored.actor, learned, micro_batch_tokens=48), 0.5
+    scored.settings.samples_per_step = 24
+    mean = scored.train()["reward_mean"]
+    with whole.critic.residency.resident(), halves.critic.residency.resident(), frozen.critic.residency.resident():
+        critics = [trainer.critic.weights for trainer in (whole, halves, frozen)]
+        same = [all(torch.equal(critics[0][name], other[name]) for name in critics[0]) for other in critics[1:]]
+    return {
+        "policy": whole.actor.hybrid.training_fingerprints() == halves.actor.hybrid.training_fingerprints(),
+        "critic": same[0], "frozen": same[1], "steps": [whole.optimizer_steps, whole.critic_steps, frozen.critic_steps],
+        "scored": mean, "none": none.critic is None, "mixed": _error(lambda: make(root, "ppo-halves", 7).train()),
+    }  # fmt: skip
 
 
 def _own_flows(root: Path) -> dict[str, Any]:
@@ -106,7 +137,7 @@ def _failures(root: Path) -> dict[str, Any]:
 def _error(call: Any) -> str:
     try:
         call()
-    except (ExchangeError, RewardFailure) as error:
+    except (ExchangeError, RewardFailure, ResumeError) as error:
         return str(error)
     return "no error"
 
@@ -131,11 +162,9 @@ def script(runtime: Any, directory: str) -> dict[str, Any]:
             RLTrainer(plain, tokenizer, [{"prompt": "a :", "answer": "a"}], config, score)
         except ValueError as error:
             errors.append(str(error))
-    for sharding in ({"algorithm": PPOConfig(fsdp_config={"sharding_strategy": "FULL_SHARD"})}, {"train": "tp1.pp1.zero2"}):
-        try:
-            Actor(root / "model", **sharding)
-        except ValueError as error:
-            errors.append(str(error))
+    sharded = PPOConfig(fsdp_config={"sharding_strategy": "FULL_SHARD"}, kl_coef=0.0)
+    choices: list[dict[str, Any]] = [{"algorithm": sharded}, {"train": "tp1.pp1.zero2"}]
+    stages = [Actor(root / "model", **choice).settings.train.zero for choice in choices]
     rows = [{"prompt": f"{letter} :", "answer": letter} for letter in "abcdabcd"]
     config = PPOConfig(batch_size=4, mini_batch_size=2, lr=1e-3)
     trainer = RLTrainer(
@@ -144,6 +173,7 @@ def script(runtime: Any, directory: str) -> dict[str, Any]:
     )  # fmt: skip
     logs = trainer.train(num_train_epochs=1)
     return {
-        "greedy": out.sequences.tolist(), "errors": errors, "steps": trainer.global_step, "reward": logs["reward_mean"],
-        "reference": trainer.actor.parts.reference is not None, "length": plain.settings.max_sequence_length,
+        "greedy": out.sequences.tolist(), "errors": errors, "stages": stages, "steps": trainer.global_step,
+        "reward": logs["reward_mean"], "reference": trainer.actor.parts.reference is not None,
+        "length": plain.settings.max_sequence_length,
     }  # fmt: skip

@@ -134,6 +134,13 @@ class ZeroEngine(ABC):
     def master_partitions(self) -> list[Tensor]:
         """This rank's fp32 master weights, in the order in which the optimiser updates them."""
 
+    def resident_tensors(self) -> list[Tensor]:
+        """All that this engine keeps between steps: weights, master weights, gradients and their buffers, moments."""
+        moments = [t for state in self._moments().state.values() for t in state.values()]
+        tensors = [*self.flat_weights(), *self.master_partitions(), *self._gradient_storage(), *moments]
+        here = self.device.type  # AdamW counts its steps in scalars; offloaded state is on the host already
+        return [t.data for t in tensors if isinstance(t, Tensor) and t.dim() and t.device.type == here]
+
     # ---- how much memory gradients take
 
     def watch_gradients(self, on: bool = True) -> None:
