@@ -77,6 +77,19 @@ def test_tiny_learns_learns(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("critic", [True, False])
+def test_tiny_ppo_learns(tmp_path, critic):
+    start = time.monotonic()
+    done = rl3d("train", ROOT / "configs/tiny_ppo.yaml", f"algorithm.use_critic={critic}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("[Step 0] Updating critic with 2 mini-batches..." in done.stdout) == critic
+    scores = [row["critic/score/mean"] for row in rows(tmp_path / "runs/tiny_ppo")]
+    assert scores[0] < 0.2 and min(scores[-5:]) > 0.8
+    assert time.monotonic() - start < 240
+    assert (tmp_path / "runs/tiny_ppo/critic/config.json").exists() == critic
+
+
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_end(tmp_path):
     """kill -9 of the launcher after the checkpoint of step 3; its ranks go with it; the same command finishes the run."""
     words = ["train", ROOT / "configs/tiny_learns.yaml", "trainer.steps=6", "trainer.save_every=3", *SMALL]
