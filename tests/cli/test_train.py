@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
-from rl3d.data.tiny import train_tokenizer
+from rl3d.data.tiny import make_tiny_model, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -114,30 +113,40 @@ def test_a_killed_run_resumes_to_the_same_end(tmp_path):
 
 
 @pytest.mark.slow
-def test_rewards_of_every_kind_in_one_run(tmp_path):
-    """A function, a service and a model, through the configuration: two replicas, each scores its own samples."""
+def test_rewards_of_every_kind_in_one_run(tmp_path, monkeypatch):
+    """A function, a service and a model; models by hub id; two replicas, each of which scores its own samples."""
+    from tests.hub import Hub
     from tests.rewards.test_http import Service
     from tests.rewards.test_models import decoder
 
-    torch.manual_seed(0)
     train_tokenizer(tmp_path / "judge")
     decoder().save_pretrained(tmp_path / "judge")
+    shape = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 79,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
+    make_tiny_model(tmp_path / "policy", shape)
+    hub = Hub()
+    hub.repos = {"org/judge": {"main": tmp_path / "judge"}, "org/policy": {"v1": tmp_path / "policy"}}
+    for name, value in (("HF_ENDPOINT", hub.url), ("HF_HOME", str(tmp_path / "home")), ("HF_HUB_OFFLINE", "0")):
+        monkeypatch.setenv(name, value)
     service = Service()
     service.script = [lambda h: h.answer(503, b"not yet")] + [lambda h: h.answer(200, {"scores": [0.25]})] * 1000
-    (tmp_path / "run.yaml").write_text((ROOT / "configs/tiny_learns.yaml").read_text())
     rewards = (
-        "reward={functions: [{function: 'rl3d.rewards.tiny:score'}, {model: judge, weight: 0.5, residency: host}, "
+        "reward={functions: [{function: 'rl3d.rewards.tiny:score'}, {model: org/judge, weight: 0.5, residency: host}, "
         f"{{url: '{service.url}', weight: 2.0, timeout_s: 5}}]}}"
     )
-    done = rl3d("train", "run.yaml", "trainer.steps=2", *SMALL, "layout.gen=tp1", rewards, cwd=tmp_path)
+    words = [word for word in SMALL if not word.startswith("model.")]
+    model = ["model={path: org/policy@v1, dtype: float32}", "trainer.steps=2", "trainer.name=run", "layout.gen=tp1"]
+    done = rl3d("train", "tiny_learns", *words, *model, rewards, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     samples = [json.loads(line) for line in (tmp_path / "runs/run/samples/step_1.jsonl").read_text().splitlines()]
     for row in samples:
         parts = row["rewards"]
-        assert row["score"] == pytest.approx(
-            parts["rl3d.rewards.tiny:score"] + 0.5 * parts["judge"] + 2 * parts[service.url], abs=1e-6
-        )
+        expected = parts["rl3d.rewards.tiny:score"] + 0.5 * parts["org/judge"] + 2 * parts[service.url]
+        assert row["score"] == pytest.approx(expected, abs=1e-6)
         assert parts[service.url] == 0.25
-    assert len({row["rewards"]["judge"] for row in samples}) > 1
+    assert len({row["rewards"]["org/judge"] for row in samples}) > 1
     assert len(service.bodies) == 2 * 16 + 1
+    assert sorted(hub.downloads(".safetensors")) == ["model.safetensors"] * 2, "each once, though two ranks need them"
     service.server.shutdown()
+    hub.close()
