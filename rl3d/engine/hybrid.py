@@ -12,10 +12,10 @@ from rl3d.engine.training import TrainingEngine
 from rl3d.generation.megatron import MegatronGenerator
 from rl3d.layout import ParamSpec
 from rl3d.layout.sharding import ShardLayout
+from rl3d.reshard.cache import cached_plan
 from rl3d.reshard.executor import Resharder
 from rl3d.reshard.fingerprint import compare, fingerprint_shards, replica_differences
 from rl3d.reshard.plan import Plan
-from rl3d.reshard.planner import build_plan
 from rl3d.utils.profiling import record_switch
 
 TRAINING, GENERATION = "training", "generation"
@@ -78,13 +78,13 @@ class HybridEngine:
         self.verify, self.training_copy = verify, training_copy
         self.mode = TRAINING
         self.version = 0  # of the training weights; each optimiser step makes a new one
-        self.plan: Plan = build_plan(self.specs, source, target, staging_bytes=staging_bytes, nodes=nodes)
+        self.plan: Plan = cached_plan(self.specs, source, target, staging_bytes=staging_bytes, nodes=nodes)
         self._to_generation = Resharder(self.plan, rank, group, train.weights, gen_weights, device)
         if train.zero.rests_on_host:
             self._to_generation.release()
         self._to_training: Resharder | None = None
         if training_copy == "drop":
-            back = build_plan(self.specs, target, source, staging_bytes=staging_bytes, nodes=nodes)
+            back = cached_plan(self.specs, target, source, staging_bytes=staging_bytes, nodes=nodes)
             self._to_training = Resharder(back, rank, group, gen_weights, train.weights, device)
         self._flat_bytes = [t.untyped_storage().nbytes() for t in train.zero.flat_weights()]
 

@@ -6,7 +6,7 @@ and fingerprints ask nothing else.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rl3d.layout.experts import ExpertGrid
 from rl3d.layout.parallel import GenMesh, LayoutError, Mesh, TrainLayout
@@ -22,20 +22,20 @@ def count_layers(specs: Iterable[ParamSpec]) -> int:
 
 
 class Place(NamedTuple):
-    """Position of a rank: pipeline stage, tensor-parallel index, index of its flat part (the DP rank), expert grid index."""
+    """Position of a rank: pipeline stage, tensor-parallel index, flat part (the DP rank), seat in the expert grid."""
 
     stage: int
     tp: int
     part: int = 0
-    index: int = 0
+    seat: int = 0
 
 
 class Flat(NamedTuple):
     """DeepSpeed's flat buffers at ZeRO stages 1 and 2: where each parameter starts, and how long a rank's slice is."""
 
-    offset: Mapping[tuple[int, str], int]
+    offset: dict[tuple[int, str], int]
     """(stage, name) -> first element in its group's flat buffer."""
-    length: Mapping[tuple[int, str], int]
+    length: dict[tuple[int, str], int]
     """(stage, name) -> elements of the group's slice of one DP rank."""
 
 
@@ -174,6 +174,12 @@ class ShardLayout:
     def ranks(self) -> tuple[int, ...]:
         return tuple(self.places)
 
+    def describe(self) -> list[Any]:
+        """Everything that tells this layout from others, as plain data: equal layouts give equal descriptions."""
+        flat = None if self.flat is None else [sorted(self.flat.offset.items()), sorted(self.flat.length.items())]
+        places = [[rank, *place] for rank, place in self.places.items()]
+        return [self.name, self.tp, [list(held) for held in self.layers], places, self.parts, self.experts, flat]
+
     def local_shape(self, spec: ParamSpec) -> tuple[int, ...]:
         """Shape of the local tensor on every rank that holds ``spec``."""
         shape, parts = spec.local_shape(self._tp(spec)), self._parts(spec)
@@ -197,7 +203,7 @@ class ShardLayout:
         if rank not in self.places or not spec.on_stage(self.places[rank].stage, self.layers):
             return False
         grid = self._expert_grid(spec)
-        return grid is None or grid.place(self.places[rank].index)[1] == grid.home(spec.expert or 0)
+        return grid is None or grid.place(self.places[rank].seat)[1] == grid.home(spec.expert or 0)
 
     def holders(self, spec: ParamSpec) -> tuple[int, ...]:
         """All ranks that have a local tensor for ``spec``, ascending."""
@@ -270,9 +276,9 @@ class ShardLayout:
         key = (stages, home)
         if key not in self._groups:
             found: dict[tuple[int, ...], list[int]] = {}
-            for rank, (stage, tp, part, index) in self.places.items():
+            for rank, (stage, tp, part, seat) in self.places.items():
                 if grid is not None:
-                    tp, ep, part = grid.place(index)
+                    tp, ep, part = grid.place(seat)
                     if ep != home:
                         continue
                 if stage in stages:

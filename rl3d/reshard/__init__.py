@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl3d.reshard.bounds import need_and_own
+    from rl3d.reshard.cache import cached_plan
     from rl3d.reshard.executor import MoveReport, Resharder, apply_plan_inprocess
     from rl3d.reshard.fingerprint import (
         combine,
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from rl3d.reshard.planner import build_plan
 
 _HOME = {
-    "need_and_own": "bounds", "MoveReport": "executor", "Resharder": "executor", "apply_plan_inprocess": "executor",
+    "cached_plan": "cache", "need_and_own": "bounds",
+    "MoveReport": "executor", "Resharder": "executor", "apply_plan_inprocess": "executor",
     "combine": "fingerprint", "compare": "fingerprint", "fingerprint_shards": "fingerprint",
     "fingerprint_tensor": "fingerprint", "fold": "fingerprint", "local_fingerprints": "fingerprint",
     "replica_differences": "fingerprint", "replicas_equal": "fingerprint", "MeshChoice": "mapping",
@@ -34,8 +36,8 @@ _HOME = {
 
 __all__ = [
     "Certificate", "MeshChoice", "MoveReport", "Plan", "ReshardError", "Resharder", "apply_plan_inprocess",
-    "build_plan", "choose_mesh_order", "combine", "compare", "fingerprint_shards", "fingerprint_tensor", "fold",
-    "local_fingerprints", "mesh_choices", "need_and_own", "replica_differences", "replicas_equal",
+    "build_plan", "cached_plan", "choose_mesh_order", "combine", "compare", "fingerprint_shards", "fingerprint_tensor",
+    "fold", "local_fingerprints", "mesh_choices", "need_and_own", "replica_differences", "replicas_equal",
 ]  # fmt: skip
 
 

@@ -144,8 +144,8 @@ def _solve(part: list[tuple[int, ...]], amounts: list[int], base: dict[int, int]
         for number, amount in enumerate(amounts):
             network.add(source, number, amount)
         inner = []
-        for b, ((held, numbers), senders) in enumerate(bundles):
-            network.add(len(part) + b, sink, (level - held) * len(senders))
+        for b, ((held, numbers), alike_senders) in enumerate(bundles):
+            network.add(len(part) + b, sink, (level - held) * len(alike_senders))
             inner += [(number, b, network.add(number, len(part) + b, amounts[number])) for number in numbers]
         flow, reached = network.run(source, sink)
         if flow == sum(amounts):
@@ -153,17 +153,17 @@ def _solve(part: list[tuple[int, ...]], amounts: list[int], base: dict[int, int]
         # Newton: these demands can only be sent by these senders, so the level must rise at least to their mean
         stuck = sum(amounts[n] for n in range(len(part)) if n in reached)
         only = [bundle for b, bundle in enumerate(bundles) if len(part) + b in reached]
-        held_by = sum(held * len(senders) for (held, _), senders in only)
-        level = -(-(stuck + held_by) // sum(len(senders) for _, senders in only))
+        held_by = sum(held * len(alike_senders) for (held, _), alike_senders in only)
+        level = -(-(stuck + held_by) // sum(len(alike_senders) for _, alike_senders in only))
     flows: list[list[tuple[int, int]]] = [[] for _ in part]
     given = dict.fromkeys(member, 0)
     for number, b, edge in inner:
-        amount, senders = network.room[edge ^ 1], bundles[b][1]
+        amount, members = network.room[edge ^ 1], bundles[b][1]
         if amount:
             # equal shares; odd bytes go where fewest went before, so that none exceeds the level
-            share, odd = divmod(amount, len(senders))
-            favoured = set(sorted(senders, key=lambda s: (given[s], s))[:odd])
-            for sender in senders:
+            share, odd = divmod(amount, len(members))
+            favoured = set(sorted(members, key=lambda s: (given[s], s))[:odd])
+            for sender in members:
                 mine = share + (sender in favoured)
                 given[sender] += mine
                 flows[number].append((sender, mine))

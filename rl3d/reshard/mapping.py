@@ -102,7 +102,7 @@ def mesh_choices(
     node_of = np.arange(world_size) // (gpus_per_node or max(world_size, 1))
     strides = [n for n in range(1, replicas + 1) if replicas % n == 0]
     found: list[MeshChoice] = []
-    meshes = {}
+    meshes: dict[bytes, tuple[Mesh, Ints, int]] = {}
     for order in _orders(resolved) if orders is None else orders:
         mesh = Mesh.of(resolved, world_size, tuple(order))
         place = prices.places(mesh)

@@ -96,7 +96,8 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write everything to an ``.npz`` file."""
         with open(path, "wb") as file:
-            np.savez(file, meta=np.array(json.dumps(self._meta() | {"hash": self.hash})), **self._columns())
+            arrays: dict[str, Any] = {"meta": np.array(json.dumps(self._meta() | {"hash": self.hash})), **self._columns()}
+            np.savez(file, **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

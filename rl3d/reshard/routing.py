@@ -132,7 +132,7 @@ class _Loads:
 
     def least(self, senders: Sequence[int], amount: int, near: int) -> int:
         """The least busy sender gets ``amount`` more for rank ``near``; among equals a partner, then the nearest."""
-        partners = self._partners.get(int(self.nodes[near]), frozenset())
+        partners = self._partners.get(int(self.nodes[near]), set())
         best = min(senders, key=lambda s: (self.sent[s], s not in partners, abs(s - near), s))
         self.sent[best] += amount
         return best

@@ -167,8 +167,8 @@ def find_traffic(specs: Sequence[ParamSpec], src: ShardLayout, dst: ShardLayout)
         keys.append(groups.ids(kind.src)[meeting.src_cell] << 32 | groups.ids(kind.dst)[meeting.dst_cell])
         fills.append(_fills(kind, tables[sides[1]][1]))
 
-    key = np.concatenate(keys) if keys else np.zeros(0, np.int64)
-    classes, cls = np.unique(key, return_inverse=True)
+    pairs = np.concatenate(keys) if keys else np.zeros(0, np.int64)
+    classes, cls = np.unique(pairs, return_inverse=True)
     order = np.empty(len(specs), np.int64)
     order[layer_order(specs)] = np.arange(len(specs))
     boxes, first = _contents(list(kinds.values()), meetings, cls.reshape(-1), len(classes), order)
@@ -241,5 +241,9 @@ def _contents(kinds: list[_Kind], meetings: list[Meeting], cls: Ints, classes: i
     columns = [np.concatenate([m[i] for m in meetings]) if meetings else np.zeros(0, np.int64) for i in range(2, 10)]
     widths = [np.full(size, itemsize(kind.spec.dtype), np.int64) for kind, size in zip(kinds, count, strict=True)]
     width = np.concatenate(widths) if widths else np.zeros(0, np.int64)
-    boxes = Boxes(*columns, width, box.astype(np.int32), param.astype(np.int32), pointer.astype(np.int64))
+    row, col, rows, cols, src_offset, src_pitch, dst_offset, dst_pitch = columns
+    boxes = Boxes(
+        row, col, rows, cols, src_offset, src_pitch, dst_offset, dst_pitch, width, box.astype(np.int32),
+        param.astype(np.int32), pointer.astype(np.int64),
+    )  # fmt: skip
     return boxes, order[param[pointer[:-1]]] if len(param) else np.zeros(0, np.int64)

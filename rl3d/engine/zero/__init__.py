@@ -66,7 +66,8 @@ def deepspeed_config(settings: AdamSettings, stage: int, bf16: bool, numel: int,
         pin: whether host memory can be pinned (there is a CUDA device).
         overrides: merged over the rest.
     """
-    bucket = min(numel, 50_000_000)  # elements; DeepSpeed's default of 500M would stage 2 GB in fp32
+    # elements, an even number of them; DeepSpeed's default of 500M would stage 2 GB in fp32
+    bucket = min(numel + numel % 2, 50_000_000)
     zero: dict[str, Any] = {
         "stage": stage, "overlap_comm": False, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket,
     }  # fmt: skip
