@@ -216,7 +216,7 @@ def start_deepspeed(model: torch.nn.Module, groups: ModelGroups, config: dict[st
     device = next(model.parameters()).device
     # DeepSpeed takes LOCAL_RANK for the device, which it is not where each rank sees one GPU, or ranks share one
     index = device.index if device.type == "cuda" else int(os.environ.get("LOCAL_RANK", 0))
-    with _local_rank(index):
+    with local_rank(index):
         engine, *_ = deepspeed.initialize(
             args=SimpleNamespace(device_rank=index), model=model, optimizer=optimizer, mpu=ModelParallelUnit(groups),
             config=config, dist_init_required=False,
@@ -225,7 +225,7 @@ def start_deepspeed(model: torch.nn.Module, groups: ModelGroups, config: dict[st
 
 
 @contextlib.contextmanager
-def _local_rank(index: int) -> Iterator[None]:
+def local_rank(index: int) -> Iterator[None]:
     """DeepSpeed takes the device from LOCAL_RANK; anything that starts later must find it as it was."""
     before = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = str(index)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rl3d.distributed.groups import ModelGroups
-from rl3d.engine.zero.base import ZeroEngine, start_deepspeed
+from rl3d.engine.zero.base import ZeroEngine, local_rank, start_deepspeed
 
 
 class ShardedEngine(ZeroEngine):
@@ -18,6 +18,11 @@ class ShardedEngine(ZeroEngine):
 
     level = True
     shards_weights = True
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.device.type == "cuda":
+            _compare_order_on(self.device.index)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -89,3 +94,18 @@ def shard_frozen(model: torch.nn.Module, groups: ModelGroups, on_host: bool) -> 
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": zero,
               "bf16": {"enabled": parameters[0].dtype == torch.bfloat16}}  # fmt: skip
     return start_deepspeed(model, groups, config, None)
+
+
+def _compare_order_on(index: int) -> None:
+    """DeepSpeed compares the order of parameters between ranks on the device that LOCAL_RANK names; on GPU ``index``
+    instead. A scheduler may show each rank one GPU only, whatever its local rank."""
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, utils
+
+    compare = utils.assert_ints_same_as_other_ranks
+
+    def on_our_device(numbers: list[int]) -> None:
+        with local_rank(index):
+            compare(numbers)
+
+    for module in (partition_parameters, partitioned_param_coordinator, stage3):
+        module.assert_ints_same_as_other_ranks = on_our_device
