@@ -4,7 +4,7 @@ Each module has ``HELP``, one line; ``arguments(parser)``, which declares its op
 prints, and returns the exit code.
 """
 
-BENCHES = ("plan", "links")
+BENCHES = ("plan", "links", "step")
 """Modules of this package, one for each bench."""
 
 

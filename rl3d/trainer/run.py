@@ -65,19 +65,7 @@ def build(config: RunConfig) -> RLTrainer:
     )
     stream = _stream(config, tokenizer)
     rollout = config.rollout.model_copy(update={"stop_token_ids": _stop_ids(config, tokenizer)})
-    layout, algorithm = config.layout, config.algorithm
-    assert config.model.max_sequence_length is not None
-    actor = Actor(
-        directory, tokenizer, train=layout.train, gen=layout.gen, order=layout.order, dtype=config.model.dtype,
-        device=layout.device, algorithm=algorithm, max_sequence_length=config.model.max_sequence_length,
-        max_sequences=rollout.max_sequences, max_prefill_tokens=rollout.max_batch_tokens,
-        staging_mib=layout.staging_mib, verify=layout.verify == "full",
-        training_copy=layout.training_copy, sequence_parallel=layout.sequence_parallel, recompute=layout.recompute,
-        offload=layout.offload, use_flash_attention=config.model.attention == "auto",
-        reference=algorithm.needs_reference,
-        reference_residency=algorithm.reference_residency, deepspeed=config.deepspeed, megatron=config.megatron,
-        seed=config.trainer.seed, timeout_s=config.trainer.timeout_s,
-    )  # fmt: skip
+    actor, algorithm = build_actor(config, directory, tokenizer), config.algorithm
     reward = config.reward
     functions = [(_reward(config, term, actor), term.weight) for term in reward.terms]
     rewards = RewardRunner(functions, workers=reward.workers, timeout_s=reward.timeout_s,
@@ -86,6 +74,23 @@ def build(config: RunConfig) -> RLTrainer:
         print(_opening(config, actor), flush=True)
     return RLTrainer(actor, tokenizer, stream, algorithm, rewards, rollout=rollout, trainer=config.trainer,
                      run_config=config)  # fmt: skip
+
+
+def build_actor(config: RunConfig, directory: Path, tokenizer: Any) -> Actor:
+    """The actor of a configuration, from the weights in ``directory``. Collective."""
+    layout, algorithm = config.layout, config.algorithm
+    assert config.model.max_sequence_length is not None
+    return Actor(
+        directory, tokenizer, train=layout.train, gen=layout.gen, order=layout.order, dtype=config.model.dtype,
+        device=layout.device, algorithm=algorithm, max_sequence_length=config.model.max_sequence_length,
+        max_sequences=config.rollout.max_sequences, max_prefill_tokens=config.rollout.max_batch_tokens,
+        staging_mib=layout.staging_mib, verify=layout.verify == "full",
+        training_copy=layout.training_copy, sequence_parallel=layout.sequence_parallel, recompute=layout.recompute,
+        offload=layout.offload, use_flash_attention=config.model.attention == "auto",
+        reference=algorithm.needs_reference,
+        reference_residency=algorithm.reference_residency, deepspeed=config.deepspeed, megatron=config.megatron,
+        seed=config.trainer.seed, timeout_s=config.trainer.timeout_s,
+    )  # fmt: skip
 
 
 def _reward(config: RunConfig, term: RewardFunction, actor: Actor) -> Any:
