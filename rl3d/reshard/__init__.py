@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl3d.reshard.bounds import need_and_own
     from rl3d.reshard.cache import cached_plan
     from rl3d.reshard.executor import MoveReport, Resharder, apply_plan_inprocess
     from rl3d.reshard.fingerprint import (
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from rl3d.reshard.planner import build_plan
 
 _HOME = {
-    "cached_plan": "cache", "need_and_own": "bounds",
+    "cached_plan": "cache",
     "MoveReport": "executor", "Resharder": "executor", "apply_plan_inprocess": "executor",
     "combine": "fingerprint", "compare": "fingerprint", "fingerprint_shards": "fingerprint",
     "fingerprint_tensor": "fingerprint", "fold": "fingerprint", "local_fingerprints": "fingerprint",
@@ -37,7 +36,7 @@ _HOME = {
 __all__ = [
     "Certificate", "MeshChoice", "MoveReport", "Plan", "ReshardError", "Resharder", "apply_plan_inprocess",
     "build_plan", "cached_plan", "choose_mesh_order", "combine", "compare", "fingerprint_shards", "fingerprint_tensor",
-    "fold", "local_fingerprints", "mesh_choices", "need_and_own", "replica_differences", "replicas_equal",
+    "fold", "local_fingerprints", "mesh_choices", "replica_differences", "replicas_equal",
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rl3d.layout import Box, Cell, Holding, ParamSpec, matrix_shape
+from rl3d.layout import Cell, Holding, ParamSpec, matrix_shape
 from rl3d.layout.shards import tp_holdings
 
 Ints = NDArray[np.int64]
@@ -115,8 +115,3 @@ def area(table: Ints, cells: int) -> Ints:
     out = np.zeros(cells, np.int64)
     np.add.at(out, table[:, CELL], table[:, ROWS] * table[:, COLS])
     return out
-
-
-def as_holdings(table: Ints) -> list[Holding]:
-    """A table as objects."""
-    return [Holding(Box(*line[ROW : COLS + 1]), line[OFFSET], line[PITCH]) for line in table.tolist()]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl3d.layout import Box, GenMesh, Holding, LayoutError, Mesh, ParamSpec, ShardLayout, cut_atoms, split_box
+from rl3d.layout import Box, GenMesh, Holding, LayoutError, Mesh, ParamSpec, ShardLayout, flat_interval
 
 
 @st.composite
@@ -29,43 +29,34 @@ def test_intersection_is_the_common_elements(a, b):
     assert a.contains(b) == bool((expected == _mask(b)).all())
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(boxes(), st.lists(boxes(), max_size=4))
-def test_atoms_cover_once_and_have_one_set_of_holders(need, held):
-    atoms = cut_atoms(need, [[Holding(b, 100 * i, 9)] for i, b in enumerate(held)])
-    assert sum((_mask(box) for box, _ in atoms), np.zeros((9, 9), int)).tolist() == _mask(need).tolist()
-    for box, owners in atoms:
-        assert {i for i, _ in owners} == {i for i, b in enumerate(held) if _mask(b)[box.row, box.col]}
-        for i, b in enumerate(held):
-            assert (_mask(b) * _mask(box)).sum() in (0, box.numel), i
+@st.composite
+def intervals(draw):
+    rows, cols = draw(st.integers(1, 7)), draw(st.integers(1, 7))
+    box = Box(draw(st.integers(0, rows - 1)), draw(st.integers(0, cols - 1)), 0, 0)
+    box = box._replace(rows=draw(st.integers(1, rows - box.row)), cols=draw(st.integers(1, cols - box.col)))
+    start = draw(st.integers(0, rows * cols))
+    return rows, cols, box, start, draw(st.integers(start, rows * cols))
 
 
-def test_equal_neighbours_are_one_atom():
-    assert len(cut_atoms(Box(0, 0, 9, 9), [[Holding(Box(0, 0, 9, 9), 0, 9)]])) == 1
-    thirds = [[Holding(Box(0, c, 9, 3), 0, 3)] for c in (0, 3, 6)]
-    assert [box for box, _ in cut_atoms(Box(0, 0, 9, 6), thirds)] == [Box(0, 0, 9, 3), Box(0, 3, 9, 3)]
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(boxes(), st.integers(1, 90))
-def test_pieces_of_a_box_fit_and_cover(box, limit):
-    pieces = split_box(box, limit)
-    assert all(p.numel <= limit for p in pieces)
-    assert sum((_mask(p) for p in pieces), np.zeros((9, 9), int)).tolist() == _mask(box).tolist()
-
-
-def test_flat_intervals_of_a_shard_are_holdings():
-    """What ZeRO partitions need: an interval of the flat shard is a few boxes whose positions are in the interval."""
-    local = np.arange(12 * 5).reshape(12, 5)
-    start, interval = 7, local.reshape(-1)[7:41]
-    holdings = [Holding(Box(1, 2, 1, 3), 0, 5), Holding(Box(2, 0, 6, 5), 3, 5), Holding(Box(8, 0, 1, 1), 33, 5)]
-    for need in (Box(0, 1, 12, 2), Box(3, 0, 2, 5), Box(8, 0, 2, 2)):
-        for box, owners in cut_atoms(need, [holdings]):
-            for _, held in owners:
-                at = held.locate(box)
-                index = at + np.arange(box.rows)[:, None] * held.pitch + np.arange(box.cols)
-                expected = local[box.row : box.row + box.rows, box.col : box.col + box.cols]
-                assert (interval[index] == expected).all() and index.max() + start < local.size
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(intervals())
+def test_an_interval_of_a_flat_tensor_is_a_few_boxes(case):
+    """What ZeRO parts need: boxes of the part, with their places in a tensor that begins where the part does."""
+    rows, cols, box, start, stop = case
+    local = np.arange(rows * cols).reshape(rows, cols)
+    # the box lies somewhere else in the global matrix
+    held = Holding(box._replace(row=box.row + 20, col=box.col + 30), box.row * cols + box.col, cols)
+    found = flat_interval(held, start, stop)
+    assert len(found) <= 3
+    part = local.reshape(-1)[start:stop]
+    seen = []
+    for piece, offset, pitch in found:
+        index = offset + np.arange(piece.rows)[:, None] * pitch + np.arange(piece.cols)
+        expected = local[piece.row - 20 : piece.row - 20 + piece.rows, piece.col - 30 : piece.col - 30 + piece.cols]
+        np.testing.assert_array_equal(part[index], expected)
+        seen += expected.reshape(-1).tolist()
+    inside = local[box.row : box.row + box.rows, box.col : box.col + box.cols]
+    assert sorted(seen) == sorted(inside[(inside >= start) & (inside < stop)].tolist())
 
 
 FC1 = ParamSpec("decoder.layers.1.mlp.linear_fc1.weight", (16, 6), 0, (8, 8), layer=1)
