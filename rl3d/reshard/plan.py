@@ -136,7 +136,11 @@ class Plan:
         # Where bytes cross nodes, few of them come before few for the busiest sender in all.
         levels = ("between", "inside") if cert["between_nodes"] else ("sent",)
         for level in levels:
-            name = {"sent": "busiest sender / bound", "between": "... between nodes", "inside": "... inside a node"}[level]
+            name = {
+                "sent": "busiest sender / bound",
+                "between": "busiest between nodes / bound",
+                "inside": "busiest inside a node / bound",
+            }[level]
             table.add_row(name, "", f"{cert['ratios'][level]:.4f}")
         table.add_row("between nodes (all)", f"{cert['between_nodes'] / 1e9:.3f}", "")
         table.add_row("boxes, buckets", str(cert["rows"]), str(cert["buckets"]))
