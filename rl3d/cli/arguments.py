@@ -25,3 +25,16 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
     return int(text)
+
+
+def model(sub: Any) -> None:
+    """MODEL, as every command takes it that plans from sizes alone."""
+    text = "Hugging Face directory, config.json, hub id, or a shipped shape such as llama2-7b (configs/models/)"
+    sub.add_argument("model", metavar="MODEL", help=text)
+
+
+def links(sub: Any) -> None:
+    """--topology and --gpus-per-node."""
+    text = "file (YAML or JSON) or preset: h100-8 (what is assumed), h200-8, a100-8, a100-40g-8, pcie-8"
+    sub.add_argument("--topology", metavar="FILE", default="h100-8", help=text)
+    sub.add_argument("--gpus-per-node", metavar="N", type=positive, help="other than the topology's")

@@ -7,7 +7,10 @@ from rl3d.estimate.moves import Move
 from rl3d.layout import ShardLayout
 
 KEPT, RECEIVED, LEFT, NONE = "█", "▒", "░", "·"
-LEGEND = f"{KEPT} held before and after   {RECEIVED} received   {LEFT} held before only   {NONE} never held"
+LEGEND = (
+    f"{KEPT} held before and after   {RECEIVED} received   {LEFT} held before only   {NONE} never held\n"
+    "lines: stages of layers, the first on top; columns: slices of a matrix"
+)
 _COLUMNS = 16
 _LINES = 8
 

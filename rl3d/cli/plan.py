@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from rl3d.cli.arguments import command, positive
+from rl3d.cli.arguments import command, links, model, positive
 
 
 def add(commands: Any) -> None:
@@ -22,29 +22,16 @@ def add(commands: Any) -> None:
     sub.add_argument("--gen", metavar="LAYOUT", help="generation layout, for example tp2")
     sub.add_argument("--gpus", metavar="N", type=positive, help="number of GPUs; what --train needs when left out")
     links(sub)
-    sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the weights")
     sub.add_argument("--staging-mib", metavar="N", type=positive, default=48, help="cap on staging memory a direction (48)")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def model(sub: Any) -> None:
-    """MODEL, as every command takes it that plans from sizes alone."""
-    text = "Hugging Face directory, config.json, hub id, or a shipped shape such as llama2-7b (configs/models/)"
-    sub.add_argument("model", metavar="MODEL", help=text)
-
-
-def links(sub: Any) -> None:
-    """--topology and --gpus-per-node."""
-    text = "file (YAML or JSON) or preset: h100-8 (what is assumed), h200-8, a100-8, a100-40g-8, pcie-8"
-    sub.add_argument("--topology", metavar="FILE", default="h100-8", help=text)
-    sub.add_argument("--gpus-per-node", metavar="N", type=positive, help="other than the topology's")
+    sub.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
 
 
 def run(args: argparse.Namespace) -> int:
     from rl3d.estimate.moves import plan_move, world_size_of
     from rl3d.estimate.topology import Topology
     from rl3d.layout import GenLayout, LayoutError, TrainLayout
-    from rl3d.models import Architecture
+    from rl3d.models.mixture import planned_architecture
     from rl3d.models.shapes import find_model
 
     train = TrainLayout.parse(args.train) if args.train else None
@@ -53,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     topology = Topology.read(args.topology).with_gpus_per_node(args.gpus_per_node)
     topology.nodes_of(gpus)
     name, config = find_model(args.model)
-    arch = Architecture.from_hf(config)
     if train is None or gen is None:
         raise LayoutError("give both layouts, for example --train tp2.pp2.zero1 --gen tp4")
+    arch = planned_architecture(config)
     move = plan_move(arch, train, gen, gpus, topology, dtype=args.dtype, staging_bytes=args.staging_mib << 20)
     if args.json:
         print(json.dumps({"model": name, **move.to_json()}))

@@ -21,6 +21,10 @@ TRAIN_EFFICIENCY = 0.45
 """Part of the peak bf16 rate that a pass over long sequences, or a training step without bubbles, reaches."""
 OPTIMIZER_BYTES = 28
 """Read and written for each parameter by AdamW with fp32 master weights: gradient, weight and two moments."""
+HOST_BANDWIDTH = 37e9
+"""Bytes/s of one rank's optimiser in host memory: torch's fused AdamW takes 7.6 ms for 10M parameters."""
+PCIE_BANDWIDTH = 25e9
+"""Bytes/s of one GPU to or from host memory, PCIe 4."""
 LINK_EFFICIENCY = 0.87
 """Collectives against point-to-point on the same links: 299 of 343 GB/s between two H200s."""
 
@@ -30,7 +34,7 @@ class Workload:
     """What one step does: ``sequences`` samples (prompts x n), all of the same length, and how they are trained.
 
     ``micro_batch`` counts sequences of one data-parallel rank; ``optimizer_steps`` mini-batches share the step;
-    ``recompute`` runs the forward pass again in the backward pass.
+    ``recompute``, ``sequence_parallel`` and ``offload`` are the configuration's.
     """
 
     prompt_len: int = 512
@@ -40,7 +44,9 @@ class Workload:
     optimizer_steps: int = 1
     reference: bool = True
     critic: bool = False
-    recompute: bool = False
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    offload: str = "none"
 
     @property
     def length(self) -> int:
@@ -124,7 +130,7 @@ def predict_step(
     micro = max(1, -(-work.sequences // (_dp(train) * work.micro_batch * work.optimizer_steps)))
     bubble = (train.pp - 1) / (micro * train.vpp)
     evaluated = 1 + work.reference + work.critic  # old log-probabilities, reference, values
-    trained = (3 + work.recompute) * (1 + work.critic)  # a backward pass costs two forward passes
+    trained = (3 + (work.recompute == "full")) * (1 + work.critic)  # a backward pass costs two forward passes
     shared = _gradient_seconds(arch, train, topology, work, micro, evaluated, itemsize) * (1 + work.critic)
     return StepTime(
         prefill=prefill,
@@ -179,16 +185,19 @@ def _gradient_seconds(
     ZeRO-3 gathers the weights again for each pass over each micro-batch.
     """
     dp, local = _dp(train), arch.num_parameters / train.model_parallel
-    optimizer = local / (1 if train.zero == 0 else dp) * OPTIMIZER_BYTES / (topology.memory_gb_per_s * 1e9)
+    part = local / (1 if train.zero == 0 else dp)
+    optimizer = part * OPTIMIZER_BYTES / (topology.memory_gb_per_s * 1e9)
+    if work.offload != "none":  # gradients go to the host, weights come back
+        optimizer = part * (OPTIMIZER_BYTES / HOST_BANDWIDTH + 2 * itemsize / PCIE_BANDWIDTH)
+    gathers = evaluated * micro + 2 * micro  # of the weights, under ZeRO-3
+    fetched = gathers * part * itemsize / PCIE_BANDWIDTH if work.offload == "params" and train.zero == 3 else 0.0
     if dp == 1:
-        return work.optimizer_steps * optimizer
+        return work.optimizer_steps * (optimizer + fetched)
     inside = train.model_parallel * dp <= topology.gpus_per_node
     rate = (topology.inside_gb_per_s if inside else _node_rate(train, topology)) * 1e9 * LINK_EFFICIENCY
     once = (dp - 1) / dp * local * itemsize / rate
-    times = work.optimizer_steps * 2.0
-    if train.zero == 3:
-        times = work.optimizer_steps * (1.0 + 2.0 * micro) + evaluated * micro * work.optimizer_steps
-    return times * once + work.optimizer_steps * optimizer
+    times = 1 + gathers if train.zero == 3 else 2  # gradients are reduced, and weights gathered
+    return work.optimizer_steps * (times * once + optimizer + fetched)
 
 
 def _node_rate(train: TrainLayout, topology: Topology) -> float:

@@ -14,7 +14,17 @@ from rl3d.utils import check_env
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs/tiny_learns.yaml")
-COMMANDS = [[], ["train"], ["plan"], ["config"], ["check-env"], ["prepare"], ["export"], ["bench"], ["bench", "plan"]]
+COMMANDS = [
+    [],
+    ["train"],
+    ["plan"],
+    ["config"],
+    ["check-env"],
+    ["prepare"],
+    ["export"],
+    ["bench"],
+    ["bench", "plan"],
+]
 # Ends with the heavy modules that were imported, and the user CPU seconds: wall time depends on the neighbours.
 PROBE = """
 import atexit, resource, sys

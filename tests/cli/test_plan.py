@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl3d.cli import main
+from rl3d.estimate.topology import PRESETS
 from tests.cli.test_cli import ROOT, probe
 
 TINY = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
@@ -59,6 +60,15 @@ def test_the_picture_is_what_ranks_hold(capsys: pytest.CaptureFixture[str], tiny
     assert lines[at + 2].split() == ["▒▒······", "░░██····", "····▒▒··", "····░░██"]
 
 
+def test_a_mixture_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Mixtral, 93.4 GB, TP2·PP2·DP2 -> TP4: of its quarter a rank has the half that its stage holds."""
+    words = ["plan", "mixtral-8x7b", "--gpus", "8"]
+    assert main([*words, "--train", "tp2.pp2.zero1", "--gen", "tp4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["received"]["mean"] == pytest.approx(46_702_792_704 * 2 / 4 / 2, rel=0.01)
+    assert found["received"] == found["bounds"]["received"]
+
+
 def test_ranks_that_hold_the_same_share_a_block(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
     assert main(["plan", tiny, "--train", "tp1.dp8.zero1", "--gen", "tp1"]) == 0
     assert "\nrank 0-7\n" in capsys.readouterr().out
@@ -75,7 +85,6 @@ def test_ranks_that_hold_the_same_share_a_block(capsys: pytest.CaptureFixture[st
         (["TINY", "--train", "tp4", "--gen", "tp1", "--gpus", "6"], "6 ranks do not divide by tp x pp = 4"),
         (["TINY", "--train", "tp2.dp3", "--gen", "tp4"], "6 ranks do not divide by tp = 4"),
         (["TINY", "--train", "tp2", "--gen", "tp4"], "write for example tp2.pp1.dp1.zero1, or add --gpus N"),
-        (["TINY", "--train", "tp2.dp4"], "give both"),
         (["TINY", "--gen", "tp4"], "the number of GPUs is not known; add --gpus N"),
         (["TINY", "--train", "tp2x", "--gen", "tp4"], "cannot read 'tp2x'"),
         (["TINY", "--train", "tp2.dp6", "--gen", "tp2"], "12 GPUs do not fill nodes of 8"),
@@ -108,3 +117,8 @@ def test_planning_needs_no_torch() -> None:
     _, heavy, seconds = probe("plan", "llama2-7b", "--train", "tp2.pp2.dp2.zero1", "--gen", "tp4", "--json")
     assert heavy == "['numpy', 'pydantic']"
     assert seconds < 2.0  # half a second on an idle core
+
+
+def test_help_names_every_preset() -> None:
+    output, _, _ = probe("plan", "--help")
+    assert [name for name in PRESETS if name not in " ".join(output.split())] == []
