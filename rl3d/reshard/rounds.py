@@ -16,8 +16,8 @@ from rl3d.reshard.boxes import Ints
 ALIGN = 16
 """Messages start at multiples of this many bytes in staging memory; staging is budgeted as if every stream did."""
 
-WINDOW = 8
-"""Streams of one sender looked at together where there are very many."""
+WINDOWED, WINDOW = 32768, 8
+"""Beyond so many streams, only so many of each sender are looked at together."""
 
 
 class Streams(NamedTuple):
@@ -86,7 +86,7 @@ class _Pool:
         self.size = len(streams.src)
         self.place = np.empty(self.size, np.int64)
         self.place[np.argsort(streams.turn, kind="stable")] = np.arange(self.size)
-        self.windowed = self.size > 32768
+        self.windowed = self.size > WINDOWED
         self._alive = np.arange(self.size)
         if self.windowed:
             owner = streams.src + ranks * (streams.parent >= 0)

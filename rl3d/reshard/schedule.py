@@ -133,7 +133,39 @@ class _Islands(NamedTuple):
         return cls(root, place, members)
 
 
+MANY = 4096
+"""From this many streams on, small ones travel last: they join islands that would be apart, and fit a bucket or two."""
+
+
 def _fill(streams: Streams, ranks: int, cap: int) -> Portions:
+    """Portions of all streams; of very many, the large ones first."""
+    small = streams.size < cap // 64
+    if len(small) < MANY or small.all() or not small.any():
+        return _fill_alike(streams, ranks, cap)
+    parts, bucket = [], 0
+    for chosen in (np.flatnonzero(~small), np.flatnonzero(small)):
+        # A stream and the one that it hands on are of one size.
+        found = _fill_alike(_some(streams, chosen), ranks, cap)
+        parts.append((chosen[found.stream], found.bucket + bucket, found.size))
+        bucket += int(found.bucket.max()) + 1
+    return _rising(parts)
+
+
+def _some(streams: Streams, chosen: Ints) -> Streams:
+    """The chosen streams, with their parents among them."""
+    number = np.full(len(streams.src), -1)
+    number[chosen] = np.arange(len(chosen))
+    some = Streams(*(column[chosen] for column in streams))
+    return some._replace(parent=np.where(some.parent < 0, -1, number[some.parent]))
+
+
+def _rising(parts: list[tuple[Ints, Ints, Ints]]) -> Portions:
+    stream, bucket, size = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.argsort(stream, kind="stable")
+    return Portions(stream[order], bucket[order], size[order])
+
+
+def _fill_alike(streams: Streams, ranks: int, cap: int) -> Portions:
     """:func:`fill_buckets`, once for islands that look alike: replicas of a layout mostly do."""
     islands = _Islands.of(streams.src, streams.dst)
     island = islands.island[streams.src]
@@ -147,11 +179,7 @@ def _fill(streams: Streams, ranks: int, cap: int) -> Portions:
     for lines in np.split(np.arange(len(order)), begin[1:]):
         alike.setdefault(shape[lines].tobytes(), []).append(order[lines])
     chosen = np.concatenate([copies[0] for copies in alike.values()])
-    number = np.full(len(order), -1)
-    number[chosen] = np.arange(len(chosen))
-    first = Streams(*(column[chosen] for column in streams))
-    first = first._replace(parent=np.where(first.parent < 0, -1, number[first.parent]))
-    found = fill_buckets(first, ranks, cap)
+    found = fill_buckets(_some(streams, chosen), ranks, cap)
     pointer = np.searchsorted(found.stream, np.arange(len(chosen) + 1))
     out, at = [], 0
     for copies in alike.values():
@@ -160,9 +188,7 @@ def _fill(streams: Streams, ranks: int, cap: int) -> Portions:
         stream = found.stream[part] - at
         out += [(copy[stream], found.bucket[part], found.size[part]) for copy in copies]
         at += count
-    stream, bucket, size = (np.concatenate(column) for column in zip(*out, strict=True))
-    order = np.argsort(stream, kind="stable")
-    return Portions(stream[order], bucket[order], size[order])
+    return _rising(out)
 
 
 def _cut(boxes: Boxes, contents: _Contents, portions: Portions, limit: int) -> Segments:

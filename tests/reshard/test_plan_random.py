@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl3d.layout import Mesh, ShardLayout
-from rl3d.reshard import apply_plan_inprocess, build_plan, combine, fingerprint_tensor, local_fingerprints
+from rl3d.reshard import apply_plan_inprocess, build_plan, combine, fingerprint_tensor, local_fingerprints, rounds, schedule
 from tests.reshard import oracle
 from tests.reshard.models import llama
 
@@ -224,6 +224,16 @@ def test_three_dimensional_parameters_are_cut_along_the_middle():
     targets = {r: {n: torch.zeros_like(t) for n, t in local.items()} for r, local in shards[2].items()}
     apply_plan_inprocess(plan, shards[4], targets)
     assert all(torch.equal(targets[r][n], t) for r, local in shards[2].items() for n, t in local.items())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_shortcuts_for_very_many_streams_move_the_same(case):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "MANY", 1)
+        patch.setattr(rounds, "WINDOWED", 0)
+        patch.setattr(rounds, "WINDOW", 2)
+        check(case)
 
 
 @pytest.mark.slow
