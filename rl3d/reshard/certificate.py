@@ -18,7 +18,8 @@ from rl3d.reshard.traffic import Traffic
 class Certificate:
     """Bytes of a plan beside their lower bounds.
 
-    ``received`` and ``bound`` follow ``destination_ranks``; ``sent`` follows ``source_ranks``. The bound of a rank is
+    ``received`` and ``bound`` follow ``destination_ranks``; ``sent`` follows ``sending_ranks``, the source's and those
+    that hand on what they received. The bound of a rank is
     what it must hold afterwards minus what it already holds; it is computed from the layouts, not from the plan.
 
     Attributes:
@@ -34,6 +35,7 @@ class Certificate:
     source: str
     destination: str
     source_ranks: tuple[int, ...]
+    sending_ranks: tuple[int, ...]
     destination_ranks: tuple[int, ...]
     received: tuple[int, ...]
     bound: tuple[int, ...]
@@ -108,16 +110,18 @@ def certify(
         return np.bincount(end[mask], amount[mask], size).astype(np.int64)
 
     received, sent = per_rank(segments.dst, moved), per_rank(segments.src, moved)
+    senders = sorted({*src.ranks, *np.flatnonzero(sent).tolist()})
     between, inside = per_rank(segments.src, crossing), per_rank(segments.src, moved & ~crossing)
     ingress = np.bincount(nodes[segments.dst[crossing]], amount[crossing], len(levels.ingress)).astype(np.int64)
     return Certificate(
         source=src.name,
         destination=dst.name,
         source_ranks=src.ranks,
+        sending_ranks=tuple(senders),
         destination_ranks=dst.ranks,
         received=tuple(received[list(dst.ranks)].tolist()),
         bound=tuple(_least_received(traffic, size)[list(dst.ranks)].tolist()),
-        sent=tuple(sent[sorted({*src.ranks, *np.flatnonzero(sent).tolist()})].tolist()),
+        sent=tuple(sent[senders].tolist()),
         sent_bound=levels.sender,
         local=int(amount[~moved].sum()),
         between_nodes=int(amount[crossing].sum()),

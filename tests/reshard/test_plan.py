@@ -1,6 +1,8 @@
 """Plans: known optima, certificates, order of work, determinism, files, errors."""
 
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -178,11 +180,38 @@ def test_planner_errors_name_what_is_wrong():
         )
 
 
+def test_a_source_must_hold_the_whole_model():
+    specs = [ParamSpec("decoder.layers.0.w", (4, 4), 0, layer=0)]
+    half = ShardLayout("half", 2, (range(1),), {0: (0, 0)})
+    with pytest.raises(LayoutError, match=r"decoder.layers.0.w: nobody holds all of .* that ranks \(1,\) need"):
+        build_plan(specs, half, ShardLayout.replicas(2, [[0, 1]], 1))
+
+
+def test_what_enters_a_node_enters_once_and_is_handed_on_later():
+    """Two ranks hold halves; two nodes of two ranks, elsewhere, want everything on every rank."""
+    specs = [ParamSpec("decoder.layers.0.w", (64, 64), 0, layer=0)]
+    src, dst = ShardLayout.replicas(2, [[0, 1]], 1), ShardLayout.replicas(1, [[2], [3], [4], [5]], 1)
+    plan = build_plan(specs, src, dst, nodes=[0, 0, 1, 1, 2, 2], staging_bytes=2048)
+    cert, size = plan.certificate, 64 * 64 * 4
+    assert cert.ingress == cert.ingress_bound == (0, size, size)
+    assert set(cert.received) == {size} and cert.sending_ranks == (0, 1, 2, 3, 4, 5)
+    assert cert.between_max == cert.between_bound == size and cert.inside_max == cert.inside_bound == size // 2
+    rows = plan.rows
+    arrived = {}
+    for i in np.argsort(rows.bucket, kind="stable"):
+        span = range(rows.row[i], rows.row[i] + rows.rows[i])
+        if rows.relay[i]:
+            assert all(arrived[int(rows.src[i]), r] < rows.bucket[i] for r in span), "handed on before it was there"
+        else:
+            arrived.update({(int(rows.dst[i]), r): rows.bucket[i] for r in span})
+    assert rows.relay.sum() > 4 and cert.staging_peak <= 2048
+
+
 @pytest.mark.slow
-def test_70b_on_64_ranks_is_planned_in_seconds():
-    specs = llama_70b()
-    start = time.process_time()
-    plan = _plan(specs, "tp8.pp4", "tp8", 64, nodes=[r // 8 for r in range(64)])
-    assert time.process_time() - start < 5
-    cert = plan.to_json()
-    assert cert["ratio"] == 1.0 and cert["sent_max"] < 1.02 * cert["received_max"]
+@pytest.mark.parametrize("train", ["tp8.pp8.dp16.zero1", "tp4.pp4.dp64.zero1"])
+def test_70b_on_1024_ranks_with_all_rows_in_a_process_of_its_own(train):
+    words = [sys.executable, "-m", "rl3d.bench.plan_once", "llama2-70b", train, "tp8", "1024", "8"]
+    facts = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    # about 0.7 s on an idle core; twice the goal of one second leaves room for a busy one
+    assert facts["rows"] > 700_000 and facts["cpu_seconds"] < 2 and facts["peak_bytes"] < 1e9
+    assert facts["received"]["max"] == facts["bounds"]["received"]["max"]
