@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl3d.config import ConfigError
+from rl3d.config.sections import LayoutConfig
 from rl3d.layout import GenLayout, LayoutError, Mesh, ShardLayout, TrainLayout, count_layers
 from rl3d.reshard import build_plan, mesh_choices
 from rl3d.reshard.assignment import assign_slots
@@ -103,3 +105,12 @@ def test_some_ranks_generate():
         mesh_choices(specs, train, GenLayout(2), 8, ranks=(1, 9))
     with pytest.raises(LayoutError, match="3 ranks do not divide by tp = 2"):
         mesh_choices(specs, train, GenLayout(2), 8, ranks=(1, 2, 3))
+
+
+def test_a_split_order_can_be_written_in_the_configuration():
+    assert LayoutConfig(order="dp:2-tp-pp-dp").axis_order == ("dp:2", "tp", "pp", "dp")
+    for wrong in ("dp:2-tp-pp", "tp-pp-dp-dp:2", "dp:0-tp-pp-dp"):
+        with pytest.raises(ConfigError, match="an axis may be split, as in dp:2-tp-pp-dp"):
+            LayoutConfig(order=wrong)
+    with pytest.raises(LayoutError, match="'dp:4' does not divide dp = 6"):
+        Mesh(1, 1, 6, ("dp:4", "tp", "pp", "dp"))
