@@ -102,7 +102,7 @@ def _train(runtime: Any, registry: GroupRegistry, root: Path, case: Case) -> dic
         batch = sequences(step)
         total = sum(int((s.weight != 0).sum()) for s in batch)
         mine = batch[groups.dp_rank :: groups.dp_size]
-        rows = [mine[:1], mine[1:3], mine[3:]] if case.packed else [[s] for s in mine]
+        rows = [mine[:1], mine[1:3], mine[3:4], mine[4:]] if case.packed else [[s] for s in mine]
         if case.packed and groups.dp_rank == 1:  # fewer micro-batches than the other ranks have
             rows = [mine]
 
