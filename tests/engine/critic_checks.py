@@ -33,14 +33,15 @@ def samples() -> list[TrainSample]:
 def main(runtime: Any, directory: str, layouts: list[str]) -> dict[str, Any]:
     root = Path(directory)
     facts: dict[str, Any] = {"trained": [_train(root, layout, "device") for layout in layouts]}
-    kinds = ((layouts[0], "float32"), (layouts[0], "bfloat16"), ("tp2.pp1.zero3", "float32"))
-    facts["hosted"] = [_train(root, layout, where, dtype) for layout, dtype in kinds for where in ("device", "host")]
+    kinds = ((layouts[0], "float32", "host"), ("tp2.pp1.zero3", "float32", "host"),
+             (layouts[0], "bfloat16", "device"), (layouts[0], "bfloat16", "host"))  # fmt: skip
+    facts["waiting"] = [_train(root, layout, where, dtype) for layout, dtype, where in kinds]
     facts["fresh"] = _fresh(root, layouts[0])
-    facts["frozen"] = [_frozen(root, layout, where) for layout in layouts[:2] for where in ("device", "host")]
+    facts["frozen"] = [_frozen(root, layout, where) for layout, where in zip(layouts[:2], ("host", "device"), strict=True)]
     facts["frozen"].append(_frozen(root, "tp2.pp1.zero3", "device"))
-    facts["penalised"] = [_penalised(root, layout) for layout in layouts[:3]]
+    facts["penalised"] = [_penalised(root, layout) for layout in layouts[:2]]
     facts["errors"] = _errors(root)
-    facts["scores"] = [_scores(root, layout) for layout in layouts[:2]]
+    facts["scores"] = _scores(root, layouts[0])
     return facts
 
 
