@@ -76,16 +76,15 @@ def test_tiny_learns_learns(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("critic", "steps"), [(True, 30), (False, 60)])
-def test_tiny_ppo_learns(tmp_path, critic, steps):
-    """One sample of each prompt: without a critic nothing says what to expect, and it takes longer."""
+@pytest.mark.parametrize(("critic", "reached"), [(True, 0.8), (False, 0.6)])
+def test_tiny_ppo_learns(tmp_path, critic, reached):
+    """One sample of each prompt: without a critic nothing says what to expect of it, and learning takes longer."""
     start = time.monotonic()
-    words = [f"algorithm.use_critic={critic}", f"trainer.steps={steps}"]
-    done = rl3d("train", ROOT / "configs/tiny_ppo.yaml", *words, cwd=tmp_path)
+    done = rl3d("train", ROOT / "configs/tiny_ppo.yaml", f"algorithm.use_critic={critic}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert ("[Step 0] Updating critic with 2 mini-batches..." in done.stdout) == critic
     scores = [row["critic/score/mean"] for row in rows(tmp_path / "runs/tiny_ppo")]
-    assert scores[0] < 0.2 and min(scores[-5:]) > 0.8
+    assert scores[0] < 0.2 and min(scores[-5:]) > reached
     assert time.monotonic() - start < 240
     assert (tmp_path / "runs/tiny_ppo/critic/config.json").exists() == critic
 
