@@ -326,15 +326,12 @@ class Actor:
         rows = old_logprobs.detach().float().cpu().tolist()
         return [
             TrainSample(prompt, span, advantage, row[: len(span)], ok, score)
-            for prompt, span, advantage, row, ok, score in zip(
-                prompts, spans, advantages, rows, valid, scores.tolist(), strict=True
-            )
+            for prompt, span, advantage, row, ok, score in zip(prompts, spans, advantages, rows, valid, scores.tolist())
         ]
 
     def learn(self, samples: Sequence[TrainSample], mini_batches: Sequence[Sequence[int]], temperature: float,
               lr_of_step: Callable[[], float] | None = None, **hooks: Any) -> dict[str, float]:  # fmt: skip
-        """Old log-probabilities, reference (when there is one), advantages and all optimiser steps; see
-        :class:`PolicyUpdate`."""
+        """Old log-probabilities, reference (if any), advantages and all optimiser steps; see :class:`PolicyUpdate`."""
 
         def run() -> dict[str, float]:
             update = self.policy_update(samples, mini_batches, temperature)
