@@ -5,10 +5,15 @@ elsewhere. What autograd saves is the same on both paths, so memory is the same 
 kernels run on a CPU in Triton's interpreter, which is how the tests compare the two without a GPU.
 """
 
+from rl3d.kernels.decode import add_rms_norm, rotate_append
 from rl3d.kernels.linear import fp32_logits
+from rl3d.kernels.paged_attention import paged_decode
 from rl3d.kernels.rmsnorm import rms_norm
 from rl3d.kernels.rotary import rotary
 from rl3d.kernels.swiglu import swiglu
 from rl3d.kernels.token_logprob import logprob_gradient, logprob_statistics
 
-__all__ = ["fp32_logits", "logprob_gradient", "logprob_statistics", "rms_norm", "rotary", "swiglu"]
+__all__ = [
+    "add_rms_norm", "fp32_logits", "logprob_gradient", "logprob_statistics", "paged_decode", "rms_norm", "rotary",
+    "rotate_append", "swiglu",
+]  # fmt: skip

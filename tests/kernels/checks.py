@@ -12,15 +12,10 @@ import torch
 from torch import Tensor
 
 from rl3d.kernels import backend, fp32_logits, logprob_gradient, logprob_statistics, rms_norm, rotary, swiglu
+from tests.kernels import decode_checks
+from tests.kernels.decode_checks import error
 
 EPS = 1e-5
-
-
-def _error(found: Tensor, right: Tensor) -> float:
-    """Largest difference, relative to the largest value; infinite when something is no number."""
-    found, right = found.detach(), right.detach()
-    gap = (found.double() - right.double()).abs().max() / right.double().abs().max().clamp(min=1e-30)
-    return float(gap) if bool(found.isfinite().all()) else float("inf")
 
 
 def _norm64(x: Tensor, weight: Tensor) -> Tensor:
@@ -46,7 +41,7 @@ def _compare(ours: Callable[..., Tensor], right: Callable[..., Tensor], *inputs:
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
     found = torch.autograd.grad(out, mine, grad)
     wanted = torch.autograd.grad(expected, theirs, grad.double())
-    return max(_error(a, b) for a, b in zip((out, *found), (expected, *wanted), strict=True))
+    return max(error(a, b) for a, b in zip((out, *found), (expected, *wanted), strict=True))
 
 
 def _logprobs(logits: Tensor, labels: Tensor, valid: int, scale: float) -> tuple[float, float]:
@@ -70,7 +65,7 @@ def _logprobs(logits: Tensor, labels: Tensor, valid: int, scale: float) -> tuple
              for z, y, v in shards]  # fmt: skip
     grad = torch.cat(grads, dim=1)
     assert not grad[:, valid:].any(), "padding has no gradient"
-    return max(_error(lp, right_lp), _error(entropy, right_entropy)), _error(grad[:, :valid], right_grad)
+    return max(error(lp, right_lp), error(entropy, right_entropy)), error(grad[:, :valid], right_grad)
 
 
 def main(device: str) -> dict[str, float]:
@@ -93,7 +88,7 @@ def main(device: str) -> dict[str, float]:
             out[f"rotary/{name}/{heads}x{size}"] = _compare(lambda x, a=angles: rotary(x, a.cos(), a.sin()),
                                                             lambda x, a=angles: _rotary64(x, a), x)  # fmt: skip
         h, w = randn(5, 64, dtype=dtype), randn(33, 64, dtype=dtype)
-        out[f"fp32_logits/{name}"] = _error(fp32_logits(h, w), h.double() @ w.double().t())
+        out[f"fp32_logits/{name}"] = error(fp32_logits(h, w), h.double() @ w.double().t())
         assert fp32_logits(h, w).dtype == torch.float32
     for valid in (201, 100, 60):  # padding in the second shard, all of it, and reaching into the first
         logits, labels = randn(9, 204) * 8, torch.randint(0, valid, (9,), generator=g).to(device)
@@ -102,7 +97,7 @@ def main(device: str) -> dict[str, float]:
             out[f"logprob/{valid}/{scale:.2f}"], out[f"logprob_gradient/{valid}/{scale:.2f}"] = values, gradient
     empty = torch.zeros(0, 64, device=device, requires_grad=True)
     assert rms_norm(empty, torch.ones(64, device=device), EPS).shape == (0, 64) and swiglu(empty).shape == (0, 32)
-    return out
+    return out | decode_checks.main(device)
 
 
 if __name__ == "__main__":
