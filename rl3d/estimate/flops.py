@@ -18,6 +18,20 @@ _PEAKS = (
 )  # fmt: skip
 
 
+# GB/s of device memory, from the same sheets
+_BANDWIDTHS = (
+    (("GB200",), 8000.0), (("B200",), 8000.0), (("H200",), 4800.0), (("H20",), 4000.0), (("H100", "PCIe"), 2000.0),
+    (("H100", "NVL"), 3900.0), (("H100",), 3350.0), (("H800",), 3350.0), (("A100", "40GB"), 1555.0), (("A100",), 2039.0),
+    (("A800",), 2039.0), (("A10G",), 600.0), (("L40S",), 864.0), (("L40",), 864.0), (("L4",), 300.0), (("A40",), 696.0),
+    (("RTX 4090",), 1008.0), (("RTX 3090",), 936.0), (("V100",), 900.0),
+)  # fmt: skip
+
+
+def peak_bandwidth(device_name: str) -> float | None:
+    """Bytes per second of a GPU's memory by the name that CUDA gives it; ``None`` for one that is not known."""
+    return next((1e9 * rate for words, rate in _BANDWIDTHS if all(word in device_name for word in words)), None)
+
+
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; ``None`` for one that is not known (or no GPU)."""
     for words, tflops in _PEAKS:

@@ -32,6 +32,8 @@ def _append(qkv_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positio
         first = (first + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
         second = (second + tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
     position = tl.load(positions_ptr + token)
+    live = position >= 0
+    position = tl.maximum(position, 0)
     if kind <= GROUP:
         if NORM:
             weight_ptr = q_norm_ptr
@@ -60,8 +62,8 @@ def _append(qkv_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positio
             to = k_ptr + place + column
         else:
             to = v_ptr + place + column
-    tl.store(to, first.to(dtype), mask=inside)
-    tl.store(to + HALF, second.to(dtype), mask=inside)
+    tl.store(to, first.to(dtype), mask=inside & live)
+    tl.store(to + HALF, second.to(dtype), mask=inside & live)
 
 
 def rotate_append(qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor,
@@ -74,7 +76,7 @@ def rotate_append(qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor,
         bias: of the same width, or ``None``.
         norms: weights [D] of the RMS norms of each query and each key head, and their epsilon; or ``None``.
         cos, sin: fp32 [positions, D / 2], contiguous; multiplied already where the variant of RoPE scales them.
-        positions: integer [T].
+        positions: integer [T]; a negative one marks a row that pads the batch: nothing is stored, its queries are junk.
         block_table: int32 or int64, pages of each sequence in order.
         k_pool, v_pool: [P, S, G, D], same strides, D contiguous.
         rows: integer [T], row of the table of each token; ``None``: token t belongs to row t.
@@ -98,11 +100,12 @@ def rotate_append(qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor,
     q, k, v = x[:, :, :group].flatten(1, 2), x[:, :, group], x[:, :, group + 1]
     if norms is not None:
         q, k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
+    live = positions >= 0
+    positions = positions.clamp(min=0)
     table = tuple(t.index_select(0, positions) for t in (cos, sin))
-    places = positions // page_size
-    page = (block_table[torch.arange(tokens, device=qkv.device) if rows is None else rows, places]).long()
-    at = (page, positions % page_size)
-    k_pool[at], v_pool[at] = rotary(k, *table), v
+    page = block_table[torch.arange(tokens, device=qkv.device) if rows is None else rows, positions // page_size].long()
+    at = (page[live], positions[live] % page_size)
+    k_pool[at], v_pool[at] = rotary(k, *table)[live], v[live]
     return rotary(q, *table)
 
 

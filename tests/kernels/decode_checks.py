@@ -73,6 +73,7 @@ def append(dtype: torch.dtype, device: str) -> dict[str, float]:
     ):  # fmt: skip
         lengths, page_size = [5, 33, 70], 16
         table = _tables(lengths, page_size, 0, device)
+        table = torch.cat([table, torch.zeros_like(table[:1])])
         pools = _pools(int(table[table < 10**6].max()) + 1, page_size, kv_heads, size, dtype, device)
         positions = torch.tensor([4, 32, 69, 7, 0] if packed else [4, 32, 69], device=device)
         rows = torch.tensor([0, 1, 2, 1, 2], device=device) if packed else None
@@ -82,7 +83,11 @@ def append(dtype: torch.dtype, device: str) -> dict[str, float]:
         weights = torch.randn(2, size, generator=g).to(device, dtype)
         angles = torch.randn(80, size // 2, generator=g).to(device) * 30
         norms = (*weights, EPS) if norm else None
-        q = rotate_append(qkv, shift, norms, angles.cos(), angles.sin(), positions, table, *pools, rows)
+        if not packed:  # a row that pads the batch
+            padded = torch.cat([qkv, qkv[:1]]), torch.cat([positions, torch.full_like(positions[:1], -1)])
+            q = rotate_append(padded[0], shift, norms, angles.cos(), angles.sin(), padded[1], table, *pools)[:-1]
+        else:
+            q = rotate_append(qkv, shift, norms, angles.cos(), angles.sin(), positions, table, *pools, rows)
         x = (qkv if shift is None else qkv + shift).view(len(positions), kv_heads, groups + 2, size)
         right_q, right_k, right_v = x[:, :, :-2].flatten(1, 2), x[:, :, -2], x[:, :, -1]
         if norm:
