@@ -18,12 +18,9 @@ class RandomPrompts(PromptStream):
 
     def __init__(self, batch_size: int, length: int, vocab_size: int, seed: int = 0):
         self.batch_size, self.length, self.vocab_size = batch_size, length, vocab_size
+        self.epoch = 0
         self._random = random.Random(seed)
         self._count = 0
-
-    @property
-    def epoch(self) -> int:
-        return 0
 
     @property
     def batches_per_epoch(self) -> int:
@@ -41,7 +38,7 @@ class RandomPrompts(PromptStream):
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, restart_on_new_data: bool = False) -> None:
         """Nothing is kept."""
 
 

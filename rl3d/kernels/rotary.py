@@ -55,7 +55,8 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _apply(grads[0], *ctx.saved_tensors, -1.0), None, None
+        cos_TD, sin_TD = ctx.saved_tensors
+        return _apply(grads[0], cos_TD, sin_TD, -1.0), None, None
 
 
 def rotary(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
