@@ -8,9 +8,9 @@ import numpy as np
 
 from rl3d.layout import ShardLayout
 from rl3d.reshard.boxes import Ints
-from rl3d.reshard.rounds import ALIGN
 from rl3d.reshard.routing import Levels
 from rl3d.reshard.schedule import Segments
+from rl3d.reshard.streams import ALIGN
 from rl3d.reshard.traffic import Traffic
 
 

@@ -6,41 +6,11 @@ keeps the number of buckets near what the busiest rank alone would need (the cla
 loads are equal, rank to next rank comes first, then to the one after: every rank sends to one and receives from one.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
 from rl3d.reshard.boxes import Ints
-
-ALIGN = 16
-"""Messages start at multiples of this many bytes in staging memory; staging is budgeted as if every stream did."""
-
-WINDOWED, WINDOW = 32768, 8
-"""Beyond so many streams, only so many of each sender are looked at together."""
-
-
-class Streams(NamedTuple):
-    """Columns: ``size`` bytes from ``src`` to ``dst``.
-
-    ``slack`` is by how many bytes a message may come out longer than asked for. A stream with a ``parent`` (-1: none)
-    hands on the very bytes of that stream, once they are there. ``turn`` orders equally urgent streams.
-    """
-
-    src: Ints
-    dst: Ints
-    size: Ints
-    slack: Ints
-    parent: Ints
-    turn: Ints
-
-
-class Portions(NamedTuple):
-    """Columns: ``size`` more bytes of a stream travel in ``bucket``; rising by stream, then bucket."""
-
-    stream: Ints
-    bucket: Ints
-    size: Ints
+from rl3d.reshard.streams import ALIGN, Portions, Streams
 
 
 def fill_buckets(streams: Streams, ranks: int, cap: int) -> Portions:
@@ -48,18 +18,21 @@ def fill_buckets(streams: Streams, ranks: int, cap: int) -> Portions:
     left = streams.size.copy()
     done = np.zeros_like(left)
     load = np.stack([np.bincount(end, left, ranks).astype(np.int64) for end in (streams.src, streams.dst)])
-    pool = _Pool(streams, ranks)
+    count = len(left)
+    place = np.empty(count, np.int64)
+    place[np.argsort(streams.turn, kind="stable")] = np.arange(count)
+    alive = np.arange(count)
     out: list[tuple[Ints, Ints, Ints]] = []
     bucket = 0
     crumb = cap // 16
     while True:
-        alive = pool.alive(left)
+        alive = alive[left[alive] > 0]
         if not len(alive):
             break
         src, dst, parent = streams.src[alive], streams.dst[alive], streams.parent[alive]
         ready = np.where(parent < 0, left[alive], np.minimum(done[parent] - done[alive], left[alive]))
         urgency = np.maximum(load[0, src], load[1, dst]) // max(cap // 8, 1)
-        order = np.argsort(pool.place[alive] - urgency * pool.size, kind="stable")
+        order = np.argsort(place[alive] - urgency * count, kind="stable")
         order = order[ready[order] > 0]
         line, amount = _match(src[order], dst[order], ready[order], streams.slack[alive[order]], ranks, cap, crumb)
         chosen, amount = alive[order[line]], amount
@@ -77,35 +50,6 @@ def fill_buckets(streams: Streams, ranks: int, cap: int) -> Portions:
     stream, where, size = (np.concatenate([o[k] for o in out]) for k in range(3))
     order = np.argsort(stream, kind="stable")
     return Portions(stream[order], where[order], size[order])
-
-
-class _Pool:
-    """Streams to choose from: all that are left, or of very many the first few of each sender."""
-
-    def __init__(self, streams: Streams, ranks: int) -> None:
-        self.size = len(streams.src)
-        self.place = np.empty(self.size, np.int64)
-        self.place[np.argsort(streams.turn, kind="stable")] = np.arange(self.size)
-        self.windowed = self.size > WINDOWED
-        self._alive = np.arange(self.size)
-        if self.windowed:
-            owner = streams.src + ranks * (streams.parent >= 0)
-            self._queue = np.lexsort((self.place, owner))
-            self._next = np.searchsorted(owner[self._queue], np.arange(2 * ranks))
-            self._end = np.append(self._next[1:], self.size)
-            self._owner = owner
-            self._alive = np.zeros(0, np.int64)
-
-    def alive(self, left: Ints) -> Ints:
-        """Indices of streams with something left."""
-        self._alive = self._alive[left[self._alive] > 0]
-        if self.windowed:
-            have = np.bincount(self._owner[self._alive], minlength=len(self._next))
-            count = np.minimum(WINDOW - have, self._end - self._next).clip(0)
-            start = np.repeat(self._next - (np.cumsum(count) - count), count)
-            self._alive = np.concatenate([self._alive, self._queue[start + np.arange(count.sum())]])
-            self._next = self._next + count
-        return self._alive
 
 
 def _match(src: Ints, dst: Ints, ready: Ints, slack: Ints, ranks: int, cap: int, crumb: int) -> tuple[Ints, Ints]:

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl3d.reshard.boxes import Ints, distinct
-from rl3d.reshard.rounds import ALIGN, Portions, Streams, fill_buckets
+from rl3d.reshard.firstfit import first_fit
+from rl3d.reshard.rounds import fill_buckets
 from rl3d.reshard.routing import Pieces
+from rl3d.reshard.streams import ALIGN, Portions, Streams
 from rl3d.reshard.traffic import Boxes
 
 __all__ = ["ALIGN", "Segments", "schedule"]
@@ -67,8 +69,10 @@ def schedule(boxes: Boxes, pieces: Pieces, first: Ints, ranks: int, staging_byte
         return Segments(short, short, short, none, none, short, np.zeros(0, np.bool_))
     # Rows of this size or less are never cut; messages may come out longer by one of them.
     limit = staging_bytes // 64
+    # Messages are budgeted by the alignment, so only whole multiples of it count.
+    cap = staging_bytes // ALIGN * ALIGN
     contents = _streams(boxes, pieces, first, limit)
-    return _cut(boxes, contents, _fill(contents.streams, ranks, staging_bytes), limit)
+    return _cut(boxes, contents, _fill(contents.streams, ranks, cap), limit)
 
 
 def _streams(boxes: Boxes, pieces: Pieces, first: Ints, limit: int) -> _Contents:
@@ -133,6 +137,9 @@ class _Islands(NamedTuple):
         return cls(root, place, members)
 
 
+MATCHED = 32768
+"""So many streams are matched bucket by bucket; more are placed one after the other."""
+
 MANY = 4096
 """From this many streams on, small ones travel last: they join islands that would be apart, and fit a bucket or two."""
 
@@ -179,7 +186,8 @@ def _fill_alike(streams: Streams, ranks: int, cap: int) -> Portions:
     for lines in np.split(np.arange(len(order)), begin[1:]):
         alike.setdefault(shape[lines].tobytes(), []).append(order[lines])
     chosen = np.concatenate([copies[0] for copies in alike.values()])
-    found = fill_buckets(_some(streams, chosen), ranks, cap)
+    fill = fill_buckets if len(chosen) < MATCHED else first_fit
+    found = fill(_some(streams, chosen), ranks, cap)
     pointer = np.searchsorted(found.stream, np.arange(len(chosen) + 1))
     out, at = [], 0
     for copies in alike.values():

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl3d.layout import Mesh, ShardLayout
-from rl3d.reshard import apply_plan_inprocess, build_plan, combine, fingerprint_tensor, local_fingerprints, rounds, schedule
+from rl3d.reshard import apply_plan_inprocess, build_plan, combine, fingerprint_tensor, local_fingerprints, schedule
 from tests.reshard import oracle
 from tests.reshard.models import llama
 
@@ -107,7 +107,7 @@ def cases(draw):
     if halves[1].source_only:
         halves[1] = _half(replace(train, partitions=False), specs, layers, experts)
     return dict(
-        halves=halves, specs=specs, world=world, staging=draw(st.sampled_from([128, 200, 1024, 1 << 20])),
+        halves=halves, specs=specs, world=world, staging=draw(st.sampled_from([128, 200, 333, 1024, 1 << 20])),
         nodes=draw(st.sampled_from([None, [r // 2 for r in range(world)], [r % 2 for r in range(world)],
                                     [r // 4 for r in range(world)]])),
     )  # fmt: skip
@@ -231,8 +231,7 @@ def test_three_dimensional_parameters_are_cut_along_the_middle():
 def test_shortcuts_for_very_many_streams_move_the_same(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "MANY", 1)
-        patch.setattr(rounds, "WINDOWED", 0)
-        patch.setattr(rounds, "WINDOW", 2)
+        patch.setattr(schedule, "MATCHED", 0)
         check(case)
 
 
