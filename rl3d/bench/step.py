@@ -63,6 +63,7 @@ def _steps(args: argparse.Namespace, hf_config: dict[str, Any], scratch: Path) -
     from rl3d.distributed import bootstrap, failures
     from rl3d.distributed.environment import detect
     from rl3d.io import write_random_model
+    from rl3d.trainer.memory import check_memory
     from rl3d.trainer.run import build_actor
     from rl3d.trainer.trainer import RLTrainer
 
@@ -83,9 +84,11 @@ def _steps(args: argparse.Namespace, hf_config: dict[str, Any], scratch: Path) -
     config = resolve(load_config(file, args.overrides), world_size=detect().world_size)
     runtime = bootstrap.init(timeout_s=config.trainer.timeout_s, device=config.layout.device)
     with failures.guard(runtime):
+        plan = check_memory(config, runtime)
         actor = build_actor(config, model, None)
         stream = RandomPrompts(args.prompts, args.prompt_len, actor.parts.arch.vocab_size)
-        trainer = RLTrainer(actor, None, stream, config.algorithm, coin, rollout=config.rollout, trainer=config.trainer)
+        trainer = RLTrainer(actor, None, stream, config.algorithm, coin, rollout=config.rollout, trainer=config.trainer,
+                            memory_plan=plan)  # fmt: skip
         trainer.stop_token_ids = ()  # every response has its full length
         rows = [trainer.step() for _ in range(args.steps)][1:]
         device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else "CPU"
@@ -100,6 +103,7 @@ def _print(args: argparse.Namespace, name: str, rows: list[dict[str, Any]], fact
         "tokens": mean["perf/total_num_tokens"], "tokens_per_second_and_rank": mean["perf/throughput"],
         "mfu_update_actor": mean.get("perf/mfu/actor"), "peak_gb": max(r["perf/max_memory_allocated_gb"] for r in rows),
         "predicted_peak_gb": mean.get("memory/predicted_gb"),
+        "memory_gb": {key.removeprefix("memory/"): size for key, size in mean.items() if key.startswith("memory/")},
     }  # fmt: skip
     if args.json:
         print(json.dumps(found))
@@ -108,6 +112,13 @@ def _print(args: argparse.Namespace, name: str, rows: list[dict[str, Any]], fact
           f"{found['tokens']:.0f} tokens a step\n\n| phase | seconds |\n|---|--:|")  # fmt: skip
     for label, seconds in found["seconds"].items():
         print(f"| {label} | {seconds:.3f} |")
+    memory = found["memory_gb"]
+    measured = [key for key in memory if f"{key.removesuffix('_gb')}_predicted_gb" in memory]
+    if measured:
+        print("\n| phase | peak GB | predicted GB |\n|---|--:|--:|")
+    for key in measured:
+        name = key.removesuffix("_gb")
+        print(f"| {name} | {memory[key]:.2f} | {memory[f'{name}_predicted_gb']:.2f} |")
     mfu, predicted = found["mfu_update_actor"], found["predicted_peak_gb"]
     print(f"\nMFU of the policy update {'unknown' if mfu is None else f'{mfu:.1%}'}; peak memory {found['peak_gb']:.1f} GB"
           + ("" if predicted is None else f", predicted {predicted:.1f} GB"))  # fmt: skip

@@ -10,7 +10,7 @@ from importlib import import_module
 from rl3d import __version__
 
 USAGE_ERROR = 2
-COMMANDS = ("train", "plan", "config", "check_env", "prepare", "export", "files", "bench")
+COMMANDS = ("train", "plan", "memory", "config", "check_env", "prepare", "export", "files", "bench")
 """Modules of this package, one for each command, in the order of ``--help``. Each has ``add(commands)``, which declares
 the command, and ``run(args)``, which imports what it needs and returns the exit code."""
 PLAIN_ERRORS = {

@@ -7,6 +7,7 @@ from rl3d.cli.arguments import command, config_file, positive
 
 if TYPE_CHECKING:
     from rl3d.config import RunConfig
+    from rl3d.config.base import Problem
     from rl3d.distributed.environment import Place
 
 
@@ -42,6 +43,10 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         if place is None or place.rank == 0:
             print(_summary(cfg, hf_config))
+            wrong = _memory(cfg, hf_config)
+            print("Everything checks out; nothing was started." if wrong is None else "Nothing was started.")
+            if wrong is not None and cfg.trainer.memory_check == "strict":
+                raise ConfigError(wrong)
         return 0
     if place is None:
         return _launch(args, cfg)
@@ -82,4 +87,29 @@ def _summary(cfg: "RunConfig", hf_config: dict[str, Any]) -> str:
         ("length", length),
         ("writes", str(cfg.run_dir)),
     ]
-    return "\n".join([f"{name:<9} {text}" for name, text in rows] + ["Everything checks out; nothing was started."])
+    return "\n".join(f"{name:<9} {text}" for name, text in rows)
+
+
+def _memory(cfg: "RunConfig", hf_config: dict[str, Any]) -> "Problem | None":
+    """Show the memory plan; returns what is wrong with it on this machine, as far as it can tell without torch."""
+    from rl3d.cli.memory import show
+    from rl3d.distributed.devices import gpu_memory, host_memory
+    from rl3d.estimate.check import Capacity, problem
+    from rl3d.estimate.request import Request
+    from rl3d.estimate.table import shown
+
+    request = Request.of(cfg, hf_config)
+    print()
+    show(cfg, request)
+    host, limit = host_memory(), cfg.layout.memory_limit_gb
+    assert isinstance(cfg.layout.ranks, int)
+    if cfg.layout.device == "cpu":
+        size, source = (None if host is None else host // cfg.layout.ranks), "the host, shared by all ranks,"
+    else:
+        size, source = gpu_memory(), "a GPU of this machine"
+    if limit is not None and (size is None or limit * 1e9 < size):
+        size, source = int(limit * 1e9), f"layout.memory_limit_gb = {limit:g}"
+    if size is None or cfg.trainer.memory_check == "off":
+        return None
+    print(f"{source} gives each {shown(size)}")
+    return problem(request, Capacity(size, source))

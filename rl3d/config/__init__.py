@@ -17,7 +17,7 @@ from rl3d.config.sections import (
     RolloutConfig,
     TrainerConfig,
 )
-from rl3d.config.validity import MODELS_DIR, check, check_model, model_dir, read_hf_config, zero_problem
+from rl3d.config.validity import MODELS_DIR, check, check_model, model_dir, random_config, read_hf_config, zero_problem
 
 __all__ = [
     "MODELS_DIR",
@@ -43,6 +43,7 @@ __all__ = [
     "load_config",
     "passthrough_problems",
     "model_dir",
+    "random_config",
     "read_hf_config",
     "resolve",
     "zero_problem",

@@ -16,9 +16,10 @@ PositiveInt = Annotated[int, Field(ge=1)]
 class RandomModel(Section):
     """A model with random weights, made on the spot."""
 
-    config: dict[str, Any] = Field(
-        description="A Hugging Face config.json as a mapping (model_type, hidden_size, ...); vocab_size may be left "
-        "out and is then the tokenizer's."
+    config: dict[str, Any] | str = Field(
+        description="A Hugging Face config.json as a mapping (model_type, hidden_size, ...), where vocab_size may be left "
+        "out and is then the tokenizer's; or the path of such a file, for example configs/models/qwen2.5-1.5b.json: its "
+        "weights are drawn shard by shard and never written down."
     )
     seed: int = Field(default=0, description="Seed of the initial weights.")
 
@@ -115,6 +116,11 @@ class LayoutConfig(Section):
         default="none",
         description="optimizer: fp32 weights and Adam moments live in host memory and the step runs there (zero1 to 3); "
         "params: the weights rest there as well (zero3).",
+    )
+    memory_limit_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="Use no more than this of each GPU, in GB (10^9 bytes), as if it had no more; null: all that is free.",
     )
     verify: Literal["off", "full"] = Field(
         default="off",
@@ -327,7 +333,17 @@ class TrainerConfig(Section):
     export_hf: bool = Field(default=True, description="Write the trained model to output_dir/name/hf at the end.")
     timeout_s: float = Field(default=600.0, gt=0, description="Seconds that a collective or a wait may take.")
     samples_per_step: int = Field(default=8, ge=0, description="Samples of each step written to the samples file.")
+    memory_check: Literal["strict", "warn", "off"] = Field(
+        default="strict",
+        description="A run that does not fit its devices by arithmetic: strict refuses it before any weight is read, warn "
+        "says so and starts, off does not ask. See `rl3d memory`.",
+    )
     deterministic: bool = Field(default=False, description="Only deterministic kernels; slower on a GPU.")
+
+    @field_validator("memory_check", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML 1.1 reads a bare off as false
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainerConfig":

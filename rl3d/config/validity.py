@@ -15,6 +15,7 @@ from typing import Any
 from rl3d.config.base import ConfigError, Problem
 from rl3d.config.hub import HubError, HubId
 from rl3d.config.run import RunConfig
+from rl3d.config.shipped import folder
 from rl3d.layout import LayoutError, TrainLayout, cut_problem, stage_layers, tp_sizes
 
 MODELS_DIR = "models"
@@ -48,7 +49,7 @@ def read_hf_config(cfg: RunConfig) -> dict[str, Any]:
     Raises :class:`ConfigError` when it is missing or unreadable.
     """
     if cfg.model.random is not None:
-        return dict(cfg.model.random.config)
+        return random_config(cfg.model.random.config)
     assert cfg.model.path is not None
     hub_id, directory = HubId.parse(cfg.model.path), model_dir(cfg)
     try:
@@ -62,6 +63,29 @@ def read_hf_config(cfg: RunConfig) -> dict[str, Any]:
         raise ConfigError(Problem("model.path", str(error), cfg.model.path)) from None
     except (OSError, ValueError) as error:
         raise ConfigError(Problem("model.path", f"config.json is not readable: {error}", cfg.model.path)) from None
+
+
+def random_config(given: dict[str, Any] | str) -> dict[str, Any]:
+    """The configuration of random weights: a mapping, or a file, of this directory or shipped with rl3d.
+
+    Raises :class:`ConfigError` when there is no such file or it is not a mapping in JSON.
+    """
+    if not isinstance(given, str):
+        return dict(given)
+    path = Path(given).expanduser()
+    if not path.is_file() and path.parts[:1] == ("configs",):
+        path = folder("configs").joinpath(*path.parts[1:])
+    key = "model.random.config"
+    if not path.is_file():
+        text = "no such file; expected a config.json, for example configs/models/qwen2.5-1.5b.json"
+        raise ConfigError(Problem(key, text, given))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(Problem(key, f"not readable as JSON: {error}", given)) from None
+    if not isinstance(found, dict):
+        raise ConfigError(Problem(key, "expected a JSON object with model_type, hidden_size, ...", given))
+    return found
 
 
 def check(cfg: RunConfig) -> dict[str, Any]:

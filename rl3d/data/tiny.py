@@ -95,11 +95,7 @@ def make_tiny_model(directory: str | Path, config: Mapping[str, Any], seed: int 
         settings = dict(config)
         model_type = settings.pop("model_type", "llama")
         settings.setdefault("vocab_size", len(tokenizer))
-        if settings["vocab_size"] < len(tokenizer):
-            raise ValueError(
-                f"model.random.config.vocab_size={settings['vocab_size']} is smaller than the tokenizer's "
-                f"{len(tokenizer)}; leave it out"
-            )
+        _require_room(tokenizer, settings)
         ids = {"bos_token_id": _BOS, "eos_token_id": _EOS, "pad_token_id": _PAD}
         hf_config = AutoConfig.for_model(model_type, **{**settings, **ids})
         with torch.random.fork_rng(devices=[]), quiet_transformers():
@@ -110,3 +106,30 @@ def make_tiny_model(directory: str | Path, config: Mapping[str, Any], seed: int 
         share_weights(place)
         os.replace(place, directory)
     return directory
+
+
+def make_drawn_model(directory: str | Path, config: Mapping[str, Any], seed: int = 0) -> Path:
+    """The same for a model of any size: its weights are not made here but drawn where they are read, shard by shard
+    (:mod:`rl3d.io.random_reader`). ``config`` is complete, vocab_size included. Raises ``ValueError`` as above.
+    """
+    from rl3d.io.random_reader import write_random_model
+
+    directory = Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+        place = Path(scratch) / "model"
+        _require_room(train_tokenizer(place, seed=0), config)
+        ids = {"bos_token_id": _BOS, "eos_token_id": _EOS, "pad_token_id": _PAD}
+        write_random_model(place, {**config, **ids}, seed, std=config.get("initializer_range", 0.02))
+        (place / "generation_config.json").write_text(json.dumps(ids))
+        os.replace(place, directory)
+    return directory
+
+
+def _require_room(tokenizer: Any, config: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` when the model has fewer embeddings than the tokenizer has tokens."""
+    if config.get("vocab_size", 0) < len(tokenizer):
+        raise ValueError(
+            f"model.random.config.vocab_size={config.get('vocab_size')} is smaller than the tokenizer's {len(tokenizer)}; "
+            f"leave it out"
+        )

@@ -25,6 +25,7 @@ from rl3d.rewards.runner import RewardRunner
 from rl3d.trainer import metrics as names
 from rl3d.trainer.console import Console
 from rl3d.trainer.exchange import sample_uid
+from rl3d.utils.peaks import PhasePeaks
 
 END = None  # what a flow puts into its queue when nothing more will come
 
@@ -48,6 +49,7 @@ class StepContext:
     critic: Critic | None = None
     critic_lr_of_step: Callable[[], float] = lambda: 0.0
     critic_stepped: Callable[[], None] = lambda: None
+    peaks: PhasePeaks = field(default_factory=lambda: PhasePeaks("cpu"))
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -176,7 +178,8 @@ def _update_critic(ctx: StepContext, critic: Critic, update: PolicyUpdate) -> di
 
 def _timed(ctx: StepContext, name: str, run: Callable[[], dict[str, float]]) -> dict[str, float]:
     start = time.perf_counter()
-    out = run()
+    with ctx.peaks.phase(name.rpartition("/")[2]):
+        out = run()
     if ctx.actor.runtime.device.type == "cuda":
         torch.cuda.synchronize()
     ctx.timings[name] = time.perf_counter() - start

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from rl3d.config import RunConfig, check, load_config, model_dir, resolve
+from rl3d.config import RunConfig, check, load_config, model_dir, random_config, resolve
 from rl3d.config.base import ConfigError, Problem
 from rl3d.config.sections import RewardFunction
 from rl3d.data.dataset import PromptDataset, PromptStream
 from rl3d.data.sources import load_rows
-from rl3d.data.tiny import make_tiny_model
+from rl3d.data.tiny import make_drawn_model, make_tiny_model
 from rl3d.data.tokenizers import load_tokenizer
 from rl3d.distributed import bootstrap, failures
 from rl3d.distributed.bootstrap import Runtime
@@ -26,6 +26,7 @@ from rl3d.rewards.http import HttpReward
 from rl3d.rewards.models import ModelReward
 from rl3d.rewards.runner import RewardRunner
 from rl3d.trainer import checkpoint
+from rl3d.trainer.memory import check_memory
 from rl3d.trainer.trainer import RLTrainer
 
 
@@ -51,6 +52,7 @@ def build(config: RunConfig) -> RLTrainer:
     """Everything that a configuration describes, in this rank. Collective."""
     runtime = bootstrap.init(timeout_s=config.trainer.timeout_s, device=config.layout.device)
     _deterministic(config)
+    memory_plan = check_memory(config, runtime)
     run_dir = config.run_dir
     if runtime.rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -73,7 +75,7 @@ def build(config: RunConfig) -> RLTrainer:
     if runtime.rank == 0:
         print(_opening(config, actor), flush=True)
     return RLTrainer(actor, tokenizer, stream, algorithm, rewards, rollout=rollout, trainer=config.trainer,
-                     run_config=config)  # fmt: skip
+                     run_config=config, memory_plan=memory_plan)  # fmt: skip
 
 
 def build_actor(config: RunConfig, directory: Path, tokenizer: Any) -> Actor:
@@ -141,7 +143,9 @@ def _model(config: RunConfig, runtime: Runtime) -> Path:
     assert config.model.random is not None
     directory = config.run_dir / "model"
     if runtime.rank == 0 and not (directory / "config.json").is_file():
-        make_tiny_model(directory, dict(config.model.random.config), config.model.random.seed)
+        random = config.model.random
+        make = make_drawn_model if isinstance(random.config, str) else make_tiny_model
+        make(directory, random_config(random.config), random.seed)
     runtime.barrier()
     return directory
 

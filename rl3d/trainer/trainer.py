@@ -16,14 +16,16 @@ from rl3d.engine.critic import Critic
 from rl3d.engine.reward_model import RewardModel
 from rl3d.engine.zero import ZeroEngine
 from rl3d.estimate.flops import peak_flops, training_flops
+from rl3d.estimate.memory import MemoryPlan
 from rl3d.rewards.runner import as_runner
-from rl3d.trainer import checkpoint
+from rl3d.trainer import checkpoint, memory
 from rl3d.trainer import metrics as names
 from rl3d.trainer.console import Console
 from rl3d.trainer.exchange import exchange
 from rl3d.trainer.flows import Flows, StepContext, add_model_scores, run_sampling_and_rewarding, score_at_boundary
 from rl3d.trainer.loggers import MetricsWriter, write_samples
 from rl3d.trainer.schedule import learning_rate
+from rl3d.utils.peaks import PhasePeaks
 
 Callback = Callable[[int, dict[str, Any]], None]
 
@@ -46,6 +48,7 @@ class RLTrainer:
         rollout, trainer: those sections of a run's configuration.
         flows: your own sampling, rewarding or updating flow.
         run_config: the whole configuration of the run, shown by loggers.
+        memory_plan: shown beside the measured peaks.
         reward_model: a :class:`~rl3d.engine.reward_model.RewardModel` and its weight; its score is added to the reward
             functions', or stands alone without any.
         critic: a :class:`~rl3d.engine.critic.Critic`; by default one is made when ``config.use_critic`` asks for it.
@@ -56,7 +59,7 @@ class RLTrainer:
 
     def __init__(self, actor_model: Any, tokenizer: Any = None, dataset: Any = None, config: PPOConfig | None = None,
                  reward_fn: Any = None, *, rollout: RolloutConfig | None = None, trainer: TrainerConfig | None = None,
-                 flows: Flows | None = None, run_config: RunConfig | None = None,
+                 flows: Flows | None = None, run_config: RunConfig | None = None, memory_plan: MemoryPlan | None = None,
                  critic: Critic | None = None, reward_model: tuple[RewardModel, float] | None = None):  # fmt: skip
         self.rollout = rollout or RolloutConfig()
         self.settings = trainer or TrainerConfig(resume="never")  # scripts that give no name share one directory
@@ -86,6 +89,7 @@ class RLTrainer:
         self.rewards = as_runner(reward_fn if reward_fn is not None else _no_rule)
         self.flows = flows or Flows()
         self.run_config = run_config
+        self.memory_plan, self.peaks = memory_plan, PhasePeaks(self.runtime.device)
         self.run_dir = self.settings.run_dir
         self.console = Console(self.runtime.rank == 0 and "console" in self.settings.loggers)
         self.stop_token_ids = tuple(dict.fromkeys([*self.actor.source.stop_token_ids, *self.rollout.stop_token_ids]))
@@ -120,6 +124,8 @@ class RLTrainer:
         self._total_steps = self._steps(num_train_epochs)
         self._resume()
         logs = self._run(self._total_steps)
+        if (text := memory.outcome(self.peaks, self.memory_plan, self.runtime)) is not None:
+            self.console.line(text)
         if self.settings.export_hf:
             self.actor.save_hf(self.run_dir / "hf")
             self.console.line(f"Wrote {self.run_dir / 'hf'}")
@@ -155,11 +161,12 @@ class RLTrainer:
         ctx = StepContext(
             step, self.stream.next_batch(), actor, self.tokenizer, self.algorithm, self.rollout, self.rewards,
             self.console, self._seed(), self._lr, self._stepped, self.stop_token_ids, self.critic, self._critic_lr,
-            self._critic_stepped,
+            self._critic_stepped, peaks=self.peaks,
         )  # fmt: skip
         self.console.sampling(step, len(ctx.prompts), len(ctx.prompts) * n)
-        switch = actor.switch_to_generation()
-        mine = run_sampling_and_rewarding(ctx, self.flows)
+        with self.peaks.phase("gen"):
+            switch = actor.switch_to_generation()
+            mine = run_sampling_and_rewarding(ctx, self.flows)
         back = actor.switch_to_training()
         ctx.timings[names.TIMING_UPDATE_WEIGHTS] = switch.total_seconds + back.total_seconds
         mine = score_at_boundary(ctx, mine)
@@ -205,14 +212,14 @@ class RLTrainer:
         scores = [s.score for s in samples if not s.failed and s.score is not None]
         tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in samples)
         seconds = ctx.timings[names.TIMING_STEP]
-        memory = torch.cuda.max_memory_allocated() / 1e9 if self.runtime.device.type == "cuda" else 0.0
         spread = names.spread(names.SCORE, scores) | names.spread(names.REWARDS, scores)
         limit = self.actor.settings.max_sequence_length - self.rollout.max_new_tokens
         return {
             **spread, **metrics, **ctx.metrics, **ctx.timings, **self._mfu(ctx, samples),
+            **memory.metrics(self.peaks, self.memory_plan),
             **names.lengths(names.RESPONSE_LENGTH, [len(s.response_ids) for s in samples], self.rollout.max_new_tokens),
             **names.lengths(names.PROMPT_LENGTH, [len(s.prompt_ids) for s in samples], limit),
-            names.TOTAL_TOKENS: tokens, names.TIME_PER_STEP: seconds, names.MAX_MEMORY_GB: memory,
+            names.TOTAL_TOKENS: tokens, names.TIME_PER_STEP: seconds, names.MAX_MEMORY_GB: self.peaks.overall / 1e9,
             names.THROUGHPUT: tokens / seconds / self.runtime.world_size,
             names.GLOBAL_STEP: ctx.step, names.EPOCH: self.stream.epoch,
             "reward/failed": sum(s.failed for s in samples),

@@ -63,7 +63,7 @@ def test_help_is_quick(command: list[str]) -> None:
 
 def test_checking_a_run_needs_no_torch() -> None:
     _, heavy, _ = probe("train", TINY, "--dry-run")
-    assert heavy == "['pydantic']"
+    assert heavy == "['pydantic', 'rich']"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,41 @@
+"""Bytes of generation on one rank: its weights, the key/value cache, and what prefill and drawing tokens need."""
+
+from rl3d.estimate.parameters import stage_numels
+from rl3d.estimate.settings import MemorySettings
+from rl3d.layout import GenLayout
+from rl3d.models import Architecture
+
+FP32 = 4
+_DRAW = 28  # bytes for each logit: three int64 of the noise's hash, the scaled logit
+
+
+def generation_weights(arch: Architecture, padded_vocab: int, gen: GenLayout, settings: MemorySettings) -> int:
+    """Bytes of one rank's shard of the generation copy."""
+    return settings.element * sum(stage_numels(arch, padded_vocab, gen.tp, 1, 1, 0))
+
+
+def cache_bytes(arch: Architecture, gen: GenLayout, settings: MemorySettings) -> int:
+    """The pool: every slot can hold the longest sequence, and one more is scratch."""
+    tokens = (settings.max_sequences + 1) * settings.max_sequence_length
+    heads = max(arch.num_kv_heads // gen.tp, 1)
+    return arch.num_layers * 2 * tokens * heads * arch.head_dim * settings.element
+
+
+def working_bytes(arch: Architecture, padded_vocab: int, gen: GenLayout, settings: MemorySettings) -> int:
+    """The larger of a prefill batch's activations and one draw of a token for every sequence."""
+    b, h, d = settings.element, arch.hidden_size, arch.head_dim
+    q, k, f = arch.num_heads * d / gen.tp, max(arch.num_kv_heads / gen.tp, 1) * d, arch.ffn_size / gen.tp
+    longest = settings.max_sequence_length
+    tokens = min(max(settings.max_prefill_tokens, longest), settings.max_sequences * longest)
+    # the last layer's gate and up are still there while the next attention turns queries and keys
+    attention = 2 * f + 2 * h + (q + 2 * k) + (3 * q + 2 * k)
+    if not settings.fused:  # turning them takes fp32 intermediates
+        attention = 2 * f + 2 * h + (q + 2 * k) + (1 + (12 if settings.bf16 else 8) / b) * (q + k)
+    mlp = (3 if settings.fused else 4) * f + 3 * h
+    columns = padded_vocab if settings.filtered else padded_vocab // gen.tp
+    logits = FP32 * settings.max_sequences * padded_vocab // gen.tp
+    draw = _DRAW * settings.max_sequences * columns + logits
+    if settings.bf16 and not settings.fused:  # without a mixed-precision product the head is widened
+        draw = max(draw, logits + FP32 * padded_vocab // gen.tp * h)
+    tables = 4 * d + 40  # cosines, sines, token ids, positions, rows of the cache
+    return int(max((max(attention, mlp) * b + tables) * tokens, draw))

@@ -1,0 +1,73 @@
+"""What memory depends on beside the model and the layouts."""
+
+from dataclasses import dataclass
+
+from rl3d.models import Architecture
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """Settings that decide how many bytes a run needs. Defaults are those of the configuration.
+
+    Attributes:
+        dtype: of weights and activations, ``"bfloat16"`` or ``"float32"``.
+        device: ``"cuda"`` or ``"cpu"``: kernels save different tensors.
+        max_sequence_length: longest prompt + response in tokens.
+        responses: responses of one optimiser step over all ranks (mini-batch times samples).
+        micro_batch_tokens, logprob_chunk_tokens: as in the configuration.
+        recompute: activations recomputed in the backward pass: ``"none"``, ``"selective"`` (core attention) or ``"full"``.
+        sequence_parallel: norms and residuals cut over the tensor-parallel ranks.
+        offload: ``"none"``, ``"optimizer"`` or ``"params"`` to host memory.
+        training_copy: ``"keep"`` or ``"drop"`` the training weights during generation.
+        reference, critic: ``"none"``, or where the model stays between uses: ``"device"`` or ``"host"``.
+        critic_learns: the critic has gradients and an optimiser of its own.
+        critic_arch: the critic's shape; None: the policy's.
+        max_sequences, max_prefill_tokens, filtered: sampling; ``filtered`` is top-p or top-k.
+        staging_bytes: of a switch, per direction.
+        bucket: elements of DeepSpeed's reduction buckets, at most.
+        flash: use the variable-length kernel where there is one (CUDA, bf16).
+        grouped_varlen: that kernel knows grouped queries (torch 2.14); before, keys and values are repeated.
+    """
+
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    max_sequence_length: int = 768
+    responses: int = 256
+    micro_batch_tokens: int = 4096
+    logprob_chunk_tokens: int = 1024
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    offload: str = "none"
+    training_copy: str = "keep"
+    reference: str = "device"
+    critic: str = "none"
+    critic_learns: bool = True
+    critic_arch: Architecture | None = None
+    max_sequences: int = 64
+    max_prefill_tokens: int = 8192
+    filtered: bool = False
+    staging_bytes: int = 48 << 20
+    bucket: int = 50_000_000
+    flash: bool = True
+    grouped_varlen: bool = True
+
+    @property
+    def bf16(self) -> bool:
+        return self.dtype == "bfloat16"
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight or an activation."""
+        return 2 if self.bf16 else 4
+
+    @property
+    def fused(self) -> bool:
+        """Whether the fused kernels run, which need no intermediates."""
+        return self.device == "cuda"
+
+    @property
+    def varlen(self) -> str:
+        """Attention over packed rows: ``"native"`` or ``"repeated"`` in one kernel, ``"none"``: sequence by sequence."""
+        if not (self.flash and self.bf16 and self.device == "cuda"):
+            return "none"
+        return "native" if self.grouped_varlen else "repeated"

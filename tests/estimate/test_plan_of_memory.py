@@ -1,0 +1,171 @@
+"""The memory plan as arithmetic: published figures, what settings change, remedies, the shipped configurations."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rl3d.cli import main
+from rl3d.config import check, load_config, random_config, resolve
+from rl3d.config.shipped import folder
+from rl3d.estimate.check import Capacity, problem
+from rl3d.estimate.memory import predict
+from rl3d.estimate.parameters import stage_numels
+from rl3d.estimate.remedies import remedies
+from rl3d.estimate.request import Request
+from rl3d.estimate.rollout import cache_bytes
+from rl3d.estimate.settings import MemorySettings
+from rl3d.layout import GenLayout, TrainLayout
+from rl3d.models import Architecture, parameter_specs
+from rl3d.models.shapes import shape
+
+LLAMA = Architecture.from_hf(shape("llama2-7b"))
+QWEN = Architecture.from_hf(shape("qwen2.5-1.5b"))
+SHIPPED = {"qwen2.5-0.5b-8gb": ("qwen2.5-0.5b", 8), "qwen2.5-1.5b-24gb": ("qwen2.5-1.5b", 24),
+           "llama2-7b-ppo-2x80gb": ("llama2-7b", 80)}  # fmt: skip
+
+
+def plan(arch=LLAMA, train="tp1.pp1.zero1", world=1, gen="tp1", **settings):
+    return predict(arch, TrainLayout.parse(train).resolve(world), GenLayout.parse(gen), MemorySettings(**settings))
+
+
+def test_a_token_of_llama_2_7b_takes_half_a_mebibyte_of_cache():
+    settings = MemorySettings(max_sequences=3, max_sequence_length=10)
+    assert cache_bytes(LLAMA, GenLayout(1), settings) == 4 * 10 * (512 << 10)  # 2 x 32 layers x 4096 x 2 bytes
+    assert cache_bytes(LLAMA, GenLayout(4), settings) == 10 * (512 << 10)
+
+
+def test_zero_divides_what_its_paper_says():
+    """Rajbhandari et al. 2020, figure 1: of 16 bytes a parameter, 12 (stage 1), then gradients, then weights are cut by dp.
+    Gradients are accumulated in fp32 here, 4 bytes in the place of 2."""
+    parameters, dp = LLAMA.num_parameters, 8
+    items = [plan(train=f"tp1.pp1.zero{stage}", world=dp).phase("update").items for stage in (1, 2, 3)]
+    for found in items:
+        assert found["master weights"] + found["Adam moments"] == pytest.approx(12 * parameters / dp, rel=1e-3)
+    bucket = 4 * 50_000_000
+    gradients = [found["gradients"] for found in items]
+    assert gradients == pytest.approx([4 * parameters, 4 * parameters / dp, 4 * parameters / dp + bucket], rel=1e-3)
+    assert [found["weights"] for found in items] == pytest.approx([2 * parameters] * 2 + [2 * parameters / dp], rel=1e-3)
+
+
+@pytest.mark.parametrize("arch", [LLAMA, QWEN], ids=["untied", "tied"])
+@pytest.mark.parametrize("layout", ["tp1.pp1", "tp2.pp3", "tp2.pp2.vpp2"])
+def test_stages_hold_the_parameters_of_the_table(arch, layout):
+    train = TrainLayout.parse(layout)
+    padded = arch.padded_vocab(train.tp)
+    held = [sum(stage_numels(arch, padded, train.tp, train.pp, train.vpp, stage)) for stage in range(train.pp)]
+    whole = sum(spec.numel if spec.dim is not None else spec.numel * train.tp for spec in parameter_specs(arch, padded))
+    second_embedding = padded * arch.hidden_size if arch.tied and train.pp > 1 else 0
+    assert sum(held) * train.tp == whole + second_embedding
+
+
+@pytest.mark.parametrize(
+    ("change", "phase", "least"),
+    [
+        ({"recompute": "full"}, "update", 3e9),
+        ({"micro_batch_tokens": 1024}, "update", 3e9),
+        ({"reference": "host"}, "update", 13e9),
+        ({"offload": "optimizer"}, "update", 60e9),
+        ({"max_sequences": 16}, "generation", 9e9),
+        ({"training_copy": "drop"}, "generation", 13e9),
+    ],
+    ids=str,
+)
+def test_what_a_setting_saves(change, phase, least):
+    base = plan(micro_batch_tokens=4096)
+    changed = plan(**{"micro_batch_tokens": 4096, **change})
+    assert base.phase(phase).bytes - changed.phase(phase).bytes > least
+
+
+def test_the_first_stage_waits_with_more_micro_batches():
+    """1F1B: stage s of pp holds the activations of pp - s micro-batches."""
+    settings = MemorySettings(reference="none", recompute="full", logprob_chunk_tokens=1)
+    train = TrainLayout.parse("tp1.pp4.zero1").resolve(4)
+    update = predict(LLAMA, train, GenLayout(1), settings).phase("update")
+    hidden = LLAMA.hidden_size * 2 * settings.micro_batch_tokens
+    assert update.stage == 0 and update.items["activations"] > 4 * 8 * hidden
+
+
+def test_a_critic_adds_a_model_and_an_optimiser():
+    with_critic, without = plan(critic="device"), plan()
+    extra = with_critic.phase("update").items["critic"]
+    head = LLAMA.vocab_size * LLAMA.hidden_size
+    assert extra == pytest.approx(18 * (LLAMA.num_parameters - head), rel=1e-3)
+    assert "critic update" in [p.name for p in with_critic.phases] and "values" not in [p.name for p in without.phases]
+    frozen = plan(critic="device", critic_learns=False)
+    assert frozen.phase("update").items["critic"] == pytest.approx(2 * (LLAMA.num_parameters - head), rel=1e-3)
+    assert "critic" not in plan(critic="host").phase("update").items
+
+
+def _request(name, *overrides):
+    given, _ = SHIPPED[name]
+    random = ["model.path=null", f"model.random.config=configs/models/{given}.json"]
+    cfg = load_config(folder("configs") / f"{name}.yaml", [*random, *overrides, "layout.device=cuda"])
+    cfg = resolve(cfg, world_size=cfg.layout.ranks, gpus=cfg.layout.ranks)
+    return Request.of(cfg, random_config(cfg.model.random.config))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configurations_fit_their_gpus(name):
+    found = _request(name).plan()
+    assert 0.5 < found.needed / (SHIPPED[name][1] * 1e9) < 0.9
+
+
+def test_remedies_are_settings_that_make_it_fit():
+    broken = ["layout.offload=none", "layout.train=tp1.pp1.zero1", "layout.gen=tp1"]
+    request = _request("llama2-7b-ppo-2x80gb", *broken)
+    found = remedies(request, 80e9)
+    assert problem(request, Capacity(int(80e9), "a GPU")) is not None and found
+    for remedy in found:
+        changed = _request("llama2-7b-ppo-2x80gb", *broken, *remedy.changes)
+        assert changed.plan().needed == remedy.plan.needed <= 80e9, remedy
+
+
+def test_changes_add_up_where_no_single_one_is_enough():
+    request = _request("qwen2.5-0.5b-8gb", "layout.offload=none", "layout.train=tp1.pp1.zero1",
+                       "algorithm.micro_batch_tokens=16384", "algorithm.reference_residency=device")  # fmt: skip
+    (remedy,) = remedies(request, 8e9)
+    assert len(remedy.changes) > 1 and remedy.plan.needed <= 8e9
+    needed = remedies(replace(request, settings=replace(request.settings, max_sequence_length=200_000)), 8e9)
+    assert needed == []
+
+
+def test_too_little_host_memory_is_a_problem_as_well():
+    request = _request("qwen2.5-1.5b-24gb")
+    assert problem(request, Capacity(int(24e9), "a GPU", host=int(64e9))) is None
+    wrong = problem(request, Capacity(int(24e9), "a GPU", host=int(8e9)))
+    assert wrong is not None and "host memory" in wrong.text
+
+
+def test_the_command_says_whether_it_fits(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = ["memory", "qwen2.5-1.5b-24gb", "model.path=null", "model.random.config=configs/models/qwen2.5-1.5b.json"]
+    assert main([*config, "--gpu-mem", "24"]) == 0
+    text = capsys.readouterr().out
+    assert "KV cache" in text and "optimiser step" in text and "fits 24 GB" in text
+    assert main([*config, "layout.offload=none", "--gpu-mem", "24"]) == 1
+    assert "layout.offload=optimizer" in capsys.readouterr().out
+    assert main([*config, "--json", "--ranks", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["peak"] == max(phase["bytes"] for phase in found["phases"])
+
+
+def test_a_dry_run_refuses_what_does_not_fit(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    dry = ["train", "tiny_learns", "--dry-run", "layout.memory_limit_gb=0.01"]
+    assert main(dry) == 2
+    shown = capsys.readouterr()
+    assert "each rank needs" in shown.err and "layout.memory_limit_gb = 0.01 gives it 10.0 MB" in shown.err
+    assert "algorithm.micro_batch_tokens=" in shown.err
+    assert main([*dry, "trainer.memory_check=off"]) == 0
+    assert "Everything checks out" in capsys.readouterr().out
+
+
+def test_a_shape_by_file_is_checked_like_any_model(tmp_path):
+    name = "qwen2.5-0.5b-8gb"
+    random = ["model.path=null", "data.train=tiny:copy", "reward.function=rl3d.rewards.tiny:score", "layout.device=cpu"]
+    cfg = load_config(folder("configs") / f"{name}.yaml", [*random, "model.random.config=configs/models/qwen2.5-0.5b.json"])
+    assert check(resolve(cfg, world_size=1, gpus=0))["hidden_size"] == 896
+    missing = load_config(folder("configs") / f"{name}.yaml", [*random, "model.random.config=nowhere.json"])
+    with pytest.raises(ValueError, match="no such file; expected a config.json"):
+        check(resolve(missing, world_size=1, gpus=0))
