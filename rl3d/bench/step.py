@@ -20,6 +20,8 @@ PHASES = (
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="shipped shape (qwen2.5-1.5b), config.json or directory")
+    parser.add_argument("--config", metavar="FILE", help="take layouts, rollout and algorithm from a run's configuration, "
+                        "prompts and responses as long as it allows; the options below are then ignored")  # fmt: skip
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="ppo trains a critic too; grpo")
     parser.add_argument("--train", default="tp1.pp1.zero1", metavar="LAYOUT", help="tp1.pp1.zero1")
     parser.add_argument("--gen", default="tp1", metavar="LAYOUT", help="tp1")
@@ -69,16 +71,13 @@ def _steps(args: argparse.Namespace, hf_config: dict[str, Any], scratch: Path) -
 
     file = scratch / "step.yaml"
     model = write_random_model(scratch / "model", hf_config)
-    settings: dict[str, Any] = {
-        "model": {"path": str(model), "max_sequence_length": args.prompt_len + args.response_len},
-        "layout": {"train": args.train, "gen": args.gen, "device": args.device},
-        "data": {"train": "tiny:echo", "max_prompt_tokens": args.prompt_len},
-        "rollout": {"n": args.samples, "max_new_tokens": args.response_len, "max_sequences": args.prompts * args.samples},
-        "reward": {"function": "rl3d.bench.synthetic:coin"},
-        "algorithm": {"name": args.algorithm, "batch_size": args.prompts, "use_critic": args.algorithm == "ppo",
-                      "micro_batch_tokens": args.micro_batch_tokens},
-        "trainer": {"name": "bench", "output_dir": str(scratch), "steps": args.steps, "resume": "never", "loggers": [],
-                    "save_every": 0, "export_hf": False, "samples_per_step": 0},
+    settings = _from_config(args.config) if args.config else _from_options(args)
+    settings["model"] = {**settings.get("model", {}), "path": str(model), "tokenizer": None, "random": None}
+    settings["data"]["train"] = "tiny:echo"  # never read
+    settings["reward"] = {"function": "rl3d.bench.synthetic:coin"}
+    settings["trainer"] = {
+        **settings.get("trainer", {}), "name": "bench", "output_dir": str(scratch), "steps": args.steps, "resume": "never",
+        "loggers": [], "save_every": 0, "export_hf": False, "samples_per_step": 0,
     }  # fmt: skip
     file.write_text(json.dumps(settings))
     config = resolve(load_config(file, args.overrides), world_size=detect().world_size)
@@ -86,13 +85,35 @@ def _steps(args: argparse.Namespace, hf_config: dict[str, Any], scratch: Path) -
     with failures.guard(runtime):
         plan = check_memory(config, runtime)
         actor = build_actor(config, model, None)
-        stream = RandomPrompts(args.prompts, args.prompt_len, actor.parts.arch.vocab_size)
+        stream = RandomPrompts(config.algorithm.batch_size, config.data.max_prompt_tokens, actor.parts.arch.vocab_size)
         trainer = RLTrainer(actor, None, stream, config.algorithm, coin, rollout=config.rollout, trainer=config.trainer,
                             memory_plan=plan)  # fmt: skip
         trainer.stop_token_ids = ()  # every response has its full length
         rows = [trainer.step() for _ in range(args.steps)][1:]
+        args.algorithm, args.train, args.gen = config.algorithm.name, config.layout.train, config.layout.gen
         device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else "CPU"
         return rows if runtime.rank == 0 else None, {"device": device, "ranks": runtime.world_size}
+
+
+def _from_config(path: str) -> dict[str, Any]:
+    """The sections of a configuration file that say how a step is made."""
+    from rl3d.config import load_config
+
+    whole = load_config(path).model_dump(mode="json")
+    return {
+        name: whole[name] for name in ("model", "layout", "data", "rollout", "algorithm", "trainer", "deepspeed", "megatron")
+    }
+
+
+def _from_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "model": {"max_sequence_length": args.prompt_len + args.response_len},
+        "layout": {"train": args.train, "gen": args.gen, "device": args.device},
+        "data": {"max_prompt_tokens": args.prompt_len},
+        "rollout": {"n": args.samples, "max_new_tokens": args.response_len, "max_sequences": args.prompts * args.samples},
+        "algorithm": {"name": args.algorithm, "batch_size": args.prompts, "use_critic": args.algorithm == "ppo",
+                      "micro_batch_tokens": args.micro_batch_tokens},
+    }  # fmt: skip
 
 
 def _print(args: argparse.Namespace, name: str, rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
