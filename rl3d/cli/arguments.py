@@ -5,6 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 
+class UsageError(ValueError):
+    """Something asked of a command that it cannot do here; the message says what would do."""
+
+
 def command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, more: str = "") -> Any:
     """The parser of one command; ``text`` is its line in ``rl3d --help``, ``more`` follows in its own help."""
     sub = commands.add_parser(name, help=text, description=f"{text} {more}".strip())
@@ -38,3 +42,29 @@ def links(sub: Any) -> None:
     text = "file (YAML or JSON) or preset: h100-8 (what is assumed), h200-8, a100-8, a100-40g-8, pcie-8"
     sub.add_argument("--topology", metavar="FILE", default="h100-8", help=text)
     sub.add_argument("--gpus-per-node", metavar="N", type=positive, help="other than the topology's")
+
+
+def workload(sub: Any) -> None:
+    """What a step does and what the GPUs hold, for every command that predicts steps."""
+    sub.add_argument("--gpu-mem", metavar="GB", type=gigabytes, help="of one GPU; the topology's when left out")
+    sub.add_argument("--prompt-len", metavar="N", type=positive, default=512, help="tokens (512)")
+    sub.add_argument("--response-len", metavar="N", type=positive, default=1024, help="tokens (1024)")
+    sub.add_argument("--sequences", metavar="N", type=positive, default=512, help="samples of a step, all GPUs (512)")
+    sub.add_argument("--micro-batch", metavar="N", type=positive, default=4, help="sequences of one rank at once (4)")
+    sub.add_argument("--optimizer-steps", metavar="N", type=positive, default=1, help="mini-batches in a step (1)")
+    sub.add_argument("--critic", action="store_true", help="train a critic of the same size (PPO)")
+    sub.add_argument("--no-reference", action="store_true", help="no reference model (kl_coef 0)")
+    sub.add_argument("--recompute", choices=("none", "selective", "full"), default="none", help="activations (none)")
+    sub.add_argument("--sequence-parallel", action="store_true", help="cut norms and residuals over TP ranks")
+    sub.add_argument("--offload", choices=("none", "optimizer", "params"), default="none", help="to host memory (none)")
+    sub.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+
+
+def gigabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected gigabytes (10^9 bytes), for example 80")
+    return value

@@ -18,6 +18,7 @@ COMMANDS = [
     [],
     ["train"],
     ["plan"],
+    ["scale"],
     ["config"],
     ["check-env"],
     ["prepare"],

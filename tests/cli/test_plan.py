@@ -67,6 +67,8 @@ def test_a_mixture_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["received"]["mean"] == pytest.approx(46_702_792_704 * 2 / 4 / 2, rel=0.01)
     assert found["received"] == found["bounds"]["received"]
+    assert main(words) == 2  # the best pairs would be trained
+    assert "model_type 'mixtral' is not supported" in capsys.readouterr().err
 
 
 def test_ranks_that_hold_the_same_share_a_block(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
