@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rl3d.reshard.plan import Plan, ReshardError
 from rl3d.reshard.program import Program, Tensors, bind, find_problems
 from rl3d.reshard.transports import CollectiveTransport, Transport, run_inprocess
+from rl3d.reshard.transports.base import control_device
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Resharder:
             no group at all in a process without one.
         src, dst: canonical name -> this rank's contiguous local tensor under either layout.
         device: where the tensors and the staging buffers live.
-        transport: how buckets travel; :class:`CollectiveTransport` when left out.
+        transport: how boxes travel; :class:`CollectiveTransport` when left out. :class:`PeerTransport` reads the memory
+            of the ranks of its host.
 
     Raises:
         ReshardError: on every rank and before any weight is sent, when the plans differ or a tensor on any rank is
@@ -64,6 +66,7 @@ class Resharder:
         self.src, self.dst = dict(src), dict(dst)
         self.device = torch.device(device)
         self.transport = transport if transport is not None else CollectiveTransport(group, self.device)
+        self._control = control_device(group, self.device)
         self._program: Program | None = None
         self._addresses: tuple[int, ...] = ()
         self._check_members()
@@ -72,10 +75,10 @@ class Resharder:
 
     def run(self) -> MoveReport:
         """Move the weights. Raises :class:`ReshardError` on every rank when any tensor no longer fits."""
+        self._synchronize()  # peers may read the sources as soon as all ranks have bound
         self._bind()
         assert self._program is not None
         program = self._program
-        self._synchronize()
         start = time.perf_counter()
         program.run_local()
         self.transport.move(program)
@@ -97,12 +100,14 @@ class Resharder:
     def _bind(self) -> None:
         """Check the tensors, and make new views if one of them moved on any rank. One small collective."""
         problems = find_problems(self.plan, self.rank, self.src, self.dst, self.device)
-        addresses = tuple(t.data_ptr() for tensors in (self.src, self.dst) for t in tensors.values())
-        stale = self._program is None or addresses != self._addresses
+        stale = self._program is None or self._places() != self._addresses
         if self._agree(problems, stale):
             self._program = bind(self.plan, self.rank, self.src, self.dst)
-            self._addresses = addresses
             self.transport.prepare(self._program)
+            self._addresses = self._places()  # on the CPU, memory moves once when peers begin to share it
+
+    def _places(self) -> tuple[int, ...]:
+        return tuple(t.data_ptr() for tensors in (self.src, self.dst) for t in tensors.values())
 
     def _distributed(self) -> bool:
         return self.group is not None or (dist.is_available() and dist.is_initialized())
@@ -116,18 +121,13 @@ class Resharder:
                 f"the plan {self.plan.source.name} -> {self.plan.destination.name} needs ranks {outside}, which are "
                 f"not in the process group {members}; give a group that contains them all"
             )
-        if self._distributed() and self.device.type != "cpu" and "nccl" not in str(dist.get_backend(self.group)):
-            raise ReshardError(
-                f"device {self.device} with the {dist.get_backend(self.group)} backend: it cannot send GPU tensors "
-                "from rank to rank; use an NCCL group"
-            )
 
     def _agree_on_plan(self) -> None:
         if not self._distributed():
             return
         words = [int(self.plan.hash[i : i + 12], 16) for i in range(0, 60, 12)]
-        mine = torch.tensor([[self.rank, *words]], dtype=torch.int64, device=self.device)
-        everyone = torch.empty(dist.get_world_size(self.group), mine.shape[1], dtype=torch.int64, device=self.device)
+        mine = torch.tensor([[self.rank, *words]], dtype=torch.int64, device=self._control)
+        everyone = torch.empty(dist.get_world_size(self.group), mine.shape[1], dtype=torch.int64, device=self._control)
         dist.all_gather(list(everyone.split(1)), mine, group=self.group)
         if bool((everyone[:, 1:] != everyone[:1, 1:]).any()):
             hashes = {r: "".join(f"{w:012x}" for w in line)[:12] for r, *line in everyone.tolist()}
@@ -141,7 +141,7 @@ class Resharder:
             if problems:
                 raise ReshardError("cannot move weights, nothing was written:\n" + "\n".join(problems))
             return stale
-        flags = torch.tensor([len(problems), int(stale)], dtype=torch.int64, device=self.device)
+        flags = torch.tensor([len(problems), int(stale)], dtype=torch.int64, device=self._control)
         dist.all_reduce(flags, group=self.group)
         count, any_stale = flags.tolist()
         if not count:
@@ -153,7 +153,7 @@ class Resharder:
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 def apply_plan_inprocess(plan: Plan, src_by_rank: Mapping[int, Tensors], dst_by_rank: Mapping[int, Tensors]) -> int:

@@ -59,9 +59,28 @@ class Bucket:
     receives: list[Message] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Pull:
+    """A box that this rank receives, and where it lies at ``peer``: for transports that read the peer's memory.
+
+    ``relay`` boxes lie in the peer's destination tensor, where another box of the plan has brought them.
+    """
+
+    peer: int
+    name: str
+    relay: bool
+    offset: int
+    pitch: int
+    target: torch.Tensor
+
+
 @dataclass
 class Program:
-    """A rank's work, in order: local copies and fills, then the buckets."""
+    """A rank's work, in order: local copies and fills, then the buckets.
+
+    ``pulls`` are the boxes of all receives once more; ``exports`` are (relay, name) of the tensors that peers read, out
+    of ``src`` or, with relay, ``dst``. ``relays`` says whether any rank of the plan hands on what it received.
+    """
 
     rank: int
     copies: list[tuple[torch.Tensor, torch.Tensor]]
@@ -72,6 +91,11 @@ class Program:
     bytes_local: int
     bytes_sent: int
     bytes_received: int
+    pulls: list[Pull] = field(default_factory=list)
+    exports: set[tuple[bool, str]] = field(default_factory=set)
+    relays: bool = False
+    src: Tensors = field(default_factory=dict)
+    dst: Tensors = field(default_factory=dict)
 
     @torch.no_grad()
     def run_local(self) -> None:
@@ -96,6 +120,7 @@ def bind(plan: Plan, rank: int, src: Tensors, dst: Tensors) -> Program:
         bytes_local=_total(rows, rows.src == rows.dst),
         bytes_sent=_total(rows, rows.moved & (rows.src == rank)),
         bytes_received=_total(rows, rows.moved & (rows.dst == rank)),
+        relays=bool(plan.segments.relay.any()), src=src, dst=dst,
     )  # fmt: skip
     bucket: Bucket | None = None
     columns = [getattr(rows, name).tolist() for name in rows.__dataclass_fields__]
@@ -115,8 +140,11 @@ def bind(plan: Plan, rank: int, src: Tensors, dst: Tensors) -> Program:
         if sender == rank:
             held = dst if relay else src  # what is handed on arrived in the destination in an earlier bucket
             _append(bucket.sends, receiver, strided(held[name], s_off, s_pitch, n, m), nbytes)
+            program.exports.add((relay, name))
         else:
-            _append(bucket.receives, sender, strided(dst[name], d_off, d_pitch, n, m), nbytes)
+            target = strided(dst[name], d_off, d_pitch, n, m)
+            _append(bucket.receives, sender, target, nbytes)
+            program.pulls.append(Pull(sender, name, relay, s_off, s_pitch, target))
     program.send_staging = max((_end(b.sends) for b in program.buckets), default=0)
     program.receive_staging = max((_end(b.receives) for b in program.buckets), default=0)
     return program

@@ -1,5 +1,6 @@
 """Moves between real ranks; called by test_ranks.py."""
 
+import logging
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +17,13 @@ from rl3d.reshard import (
     replica_differences,
     replicas_equal,
 )
+from rl3d.reshard.transports import PeerTransport
+from rl3d.reshard.transports import peer as peer_module
 from tests.reshard import oracle
 from tests.reshard.models import llama
 
 STAGING = 1024
+HOSTS = {"one host": None, "two hosts": (0, 0, 1, 1)}
 TYPED = {"tied": (True, "bfloat16", "float32"), "untied": (False, "float32", None)}
 
 
@@ -34,13 +38,21 @@ def main(runtime: Any) -> dict[str, Any]:
     }
     return {
         **{name: _round_trip(rank, group, *move) for name, move in moves.items()},
+        **{
+            f"{name}, {hosts}": _round_trip(rank, group, *move, peer=True, nodes=nodes)
+            for name, move in moves.items()
+            for hosts, nodes in HOSTS.items()
+        },
+        "peers": _peers(rank, group),
         "errors": _errors(rank, group),
         "replicas": _replicas(rank, group),
         "subgroup": _subgroup(rank),
     }
 
 
-def _round_trip(rank: int, group: Any, mesh: tuple, gen: GenMesh, kind: str) -> dict[str, Any]:
+def _round_trip(
+    rank: int, group: Any, mesh: tuple, gen: GenMesh, kind: str, *, peer: bool = False, nodes: Any = None
+) -> dict[str, Any]:
     tp, pp, dp, order = mesh
     tied, dtype, norm_dtype = TYPED[kind]
     specs = llama(4, 16, 24, 19, 24, padded_vocab=24, tied=tied, dtype=dtype, norm_dtype=norm_dtype)
@@ -59,9 +71,13 @@ def _round_trip(rank: int, group: Any, mesh: tuple, gen: GenMesh, kind: str) -> 
     back = build_plan(specs, generation, train, staging_bytes=STAGING, nodes=[0, 0, 1, 1])
     before = {n: t.clone() for n, t in weights.items()}
     prints = [fingerprint_shards(specs, train, rank, weights, group)]
+
+    def transport() -> Any:
+        return PeerTransport(group, torch.device("cpu"), rank, nodes=nodes) if peer else None
+
+    forward = Resharder(there, rank, group, weights, generated, "cpu", transport())
+    backward = Resharder(back, rank, group, generated, weights, "cpu", transport())
     addresses = {n: t.data_ptr() for n, t in (*generated.items(), *weights.items())}
-    forward = Resharder(there, rank, group, weights, generated, "cpu")
-    backward = Resharder(back, rank, group, generated, weights, "cpu")
     reports, equal = [], []
     valid = {s.name: s.valid_rows for s in specs}
     for _ in range(2):
@@ -148,6 +164,72 @@ def _errors(rank: int, group: Any) -> dict[str, Any]:
     good.run()
     return dict(shape=shape, plans=plans, released=released, untouched=untouched,
                 recovered=all(bool((t == 1).all()) for t in dst.values()))  # fmt: skip
+
+
+def _peers(rank: int, group: Any) -> dict[str, Any]:
+    """What can go wrong with peers' memory: an error everywhere, or messages in its place."""
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    cpu = torch.device("cpu")
+
+    def everyone(value: Any) -> list[Any]:
+        out: list[Any] = [None] * 4
+        dist.all_gather_object(out, value, group=group)
+        return out
+
+    def error(action: Any) -> list[str]:
+        try:
+            action()
+            return everyone("no error")
+        except ReshardError as caught:
+            return everyone(str(caught))
+
+    _, plan, src, dst = _two(rank)
+    transport = PeerTransport(group, cpu, rank)
+    resharder = Resharder(plan, rank, group, src, dst, "cpu", transport)
+    resharder.run()
+    if rank in (0, 2):  # the sources of rank 3 (and 1) move to other memory, as when an optimiser rebinds them
+        src[name].data = torch.full_like(src[name], 5.0)
+    resharder.run()
+    moved = everyone(float(dst[name][:, :4].mean()))
+    good = transport._early
+    if rank == 2:
+        transport._early = [*good, (torch.zeros(2), torch.zeros(3))]
+    died = error(resharder.run)
+    transport._early = good
+    recovered = error(resharder.run)
+
+    original = peer_module.attach
+    if rank == 1:
+
+        def refuse(exported: Any) -> Any:
+            raise OSError("not permitted here")
+
+        peer_module.attach = refuse
+    with _Lines() as lines:
+        fallback = PeerTransport(group, cpu, rank)
+    required = error(lambda: PeerTransport(group, cpu, rank, required=True))
+    peer_module.attach = original
+    for tensor in dst.values():
+        tensor.zero_()
+    report = Resharder(plan, rank, group, src, dst, "cpu", fallback).run()
+    right = everyone(all(bool(t.any()) for t in dst.values()) and float(dst[name][:, :4].mean()) == 5.0)
+    return dict(moved=moved, died=died, recovered=recovered, required=required, right=right, lines=everyone(lines.found),
+                names=everyone(report.transport), staging=everyone(report.staging_bytes))  # fmt: skip
+
+
+class _Lines(logging.Handler):
+    """Collects what the transports log."""
+
+    def __enter__(self) -> "_Lines":
+        self.found: list[str] = []
+        logging.getLogger(peer_module.__name__).addHandler(self)
+        return self
+
+    def __exit__(self, *ignored: Any) -> None:
+        logging.getLogger(peer_module.__name__).removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
 
 
 def _replicas(rank: int, group: Any) -> dict[str, Any]:

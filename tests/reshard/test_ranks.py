@@ -3,7 +3,7 @@
 import pytest
 
 from tests.ranks import run_ranks
-from tests.reshard.rank_checks import STAGING
+from tests.reshard.rank_checks import HOSTS, STAGING
 
 MOVES = ["tp2.pp2->tp4 tied", "tp2.pp1.dp2->tp1x4", "tp2.pp2->tp1 on two ranks"]
 
@@ -13,13 +13,38 @@ def result():
     return run_ranks("tests.reshard.rank_checks:main", nproc=4, timeout=150)
 
 
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", [*MOVES, *(f"{move}, {hosts}" for move in MOVES for hosts in HOSTS)])
 def test_round_trips_are_bit_exact_and_fingerprints_equal(result, move):
     found = result[move]
     for key in ("equal", "fingerprints_agree", "addresses_kept", "received_as_planned", "replicas"):
         assert found[key] == [True] * 4, key
     assert max(found["staging"]) <= STAGING
     assert min(found["buckets"]) > 1 and max(found["messages"]) > 0
+
+
+def test_peers_memory_is_read_inside_a_host_and_messages_cross_hosts(result):
+    for move in MOVES:
+        assert result[f"{move}, one host"]["staging"] == [0] * 4
+    assert max(result[f"{MOVES[2]}, two hosts"]["staging"]) > 0  # the others move nothing across
+
+
+def test_memory_that_moved_is_mapped_again(result):
+    assert result["peers"]["moved"] == [5.0] * 4
+
+
+def test_a_copy_that_fails_on_one_rank_fails_on_all_and_can_be_repeated(result):
+    assert all("rank 2" in line and "size of tensor" in line for line in result["peers"]["died"])
+    assert result["peers"]["recovered"] == ["no error"] * 4
+
+
+def test_ranks_that_cannot_map_memory_exchange_messages_and_say_so_once(result):
+    found = result["peers"]
+    assert found["right"] == [True] * 4
+    assert found["names"] == ["peer+collective"] * 4 and max(found["staging"]) > 0
+    assert [len(lines) for lines in found["lines"]] == [1, 0, 0, 0]
+    assert "rank 1 cannot map memory of rank 0: not permitted here (3 pairs" in found["lines"][0][0]
+    assert "one container" in found["lines"][0][0]
+    assert all("rank 1 cannot map memory" in line for line in found["required"])
 
 
 def test_a_mistake_on_one_rank_is_an_error_on_all(result):

@@ -2,6 +2,9 @@
 
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
+
 from rl3d.reshard.program import Program
 
 
@@ -20,3 +23,10 @@ class Transport(Protocol):
 
     def move(self, program: Program) -> None:
         """Carry out all buckets; on return the destination tensors of this rank are complete."""
+
+
+def control_device(group: "dist.ProcessGroup | None", device: torch.device) -> torch.device:
+    """Where small tensors that ranks agree by must lie: the host where the group takes them there."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return torch.device("cpu")
+    return torch.device("cpu") if "gloo" in dist.get_backend_config(group) else device

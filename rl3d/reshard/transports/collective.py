@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from rl3d.reshard.plan import ReshardError
 from rl3d.reshard.program import Program
 
 
@@ -15,6 +16,13 @@ class CollectiveTransport:
     name = "collective"
 
     def __init__(self, group: "dist.ProcessGroup | None", device: torch.device) -> None:
+        if dist.is_available() and dist.is_initialized() and device.type != "cpu":
+            backend = dist.get_backend_config(group)
+            if "nccl" not in backend:
+                raise ReshardError(
+                    f"device {device} with the backend {backend}: it cannot send GPU tensors from rank to rank; use an "
+                    "NCCL group, or let the ranks of a host read each other's memory (layout.transport=peer)"
+                )
         self.group = group
         self.device = device
         self.staging_bytes = 0

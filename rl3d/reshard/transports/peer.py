@@ -1,0 +1,235 @@
+"""Ranks of one host read each other's memory: no staging, no work for the sender, every box straight into its place."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl3d.reshard.plan import ReshardError
+from rl3d.reshard.program import Bucket, Message, Program, Pull, strided
+from rl3d.reshard.transports.base import control_device
+from rl3d.reshard.transports.collective import CollectiveTransport
+from rl3d.reshard.transports.memory import Export, attach, export, host_name
+
+_log = logging.getLogger(__name__)
+_PROBE = 64
+
+
+class PeerTransport:
+    """Pulls boxes out of the memory of the ranks of this host; messages carry the rest.
+
+    Each rank maps the tensors that it reads once, when a program is bound (CUDA IPC on a GPU, shared memory on the CPU:
+    there the source tensors move into it once). A move waits for all ranks twice: sources are final before the first
+    copy, and may change after the last. Which ranks can map each other is tried out when the transport is made.
+
+    Args:
+        group: a group of all ranks of the plan; ``None`` is the default group.
+        device: where the tensors live.
+        rank: global rank of this process.
+        nodes: node of each global rank, where it is known; memory is not read across nodes.
+        required: raise when ranks of one host cannot map each other; otherwise messages are used between them, and one
+            line says so.
+
+    Raises:
+        ReshardError: on every rank, with ``required``.
+    """
+
+    def __init__(
+        self,
+        group: "dist.ProcessGroup | None",
+        device: torch.device,
+        rank: int,
+        *,
+        nodes: Sequence[int] | None = None,
+        required: bool = False,
+    ) -> None:
+        self.group, self.device, self.rank = group, device, rank
+        self.staging_bytes = 0
+        self._control = control_device(group, device)
+        self._maps, problem = self._probe(None if nodes is None else nodes[rank])
+        if problem and required:
+            raise ReshardError(problem)
+        if problem and rank == min(self._maps):
+            _log.warning("%s; these ranks exchange messages instead", problem)
+        self._messages: CollectiveTransport | None = None
+        if any(peer not in reached for reached in self._maps.values() for peer in self._maps):
+            self._messages = CollectiveTransport(group, device)
+        self.name = "peer" if self._messages is None else "peer+collective"
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._early: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._rest: Program | None = None
+        self._relays = False
+
+    # ---- who can read whom
+
+    def _probe(self, node: int | None) -> tuple[dict[int, set[int]], str]:
+        """Rank -> ranks whose memory it can map (itself among them), and what is wrong inside a host, if anything."""
+        sample = torch.full((_PROBE,), self.rank % 251, dtype=torch.uint8, device=self.device)
+        self._synchronize()
+        offer: Export | str
+        try:
+            offer = export(sample.untyped_storage())
+        except (RuntimeError, OSError) as error:
+            offer = _first_line(error)
+        host = (host_name(), node)
+        reached, failures = {self.rank}, []
+        for peer, (where, offered) in self._gather((host, offer)).items():
+            if peer == self.rank or where != host:
+                continue
+            reason = offered if isinstance(offered, str) else _try(offered, peer % 251)
+            if reason:
+                failures.append(f"rank {self.rank} cannot map memory of rank {peer}: {reason}")
+            else:
+                reached.add(peer)
+        answers = self._gather((reached, failures))  # no sample goes away before all have read it
+        lines = [line for _, failed in answers.values() for line in failed]
+        problem = ""
+        if lines:
+            remedy = ("run the ranks in one container with --ipc=host and show each of them all GPUs of the host"
+                      if self.device.type == "cuda" else "run the ranks as one user in one container")  # fmt: skip
+            problem = f"{lines[0]} ({len(lines)} pairs of ranks in all). To read memory directly, {remedy}"
+        return {peer: reached for peer, (reached, _) in answers.items()}, problem
+
+    # ---- the protocol
+
+    def prepare(self, program: Program) -> None:
+        """Offer what peers read, map what this rank reads. Collective.
+
+        Raises :class:`ReshardError` on every rank when memory cannot be shared or mapped.
+        """
+        self._early, self._late, self._relays = [], [], program.relays
+        problem, offers = "", {}
+        mapped: dict[int, torch.Tensor] = {}
+        try:
+            offers = _offers(program)
+        except (RuntimeError, OSError) as error:
+            problem = f"rank {self.rank} cannot share its weights: {_first_line(error)}; is there room in /dev/shm?"
+        everyone = self._gather((problem, offers))
+        self._raise([problem for problem, _ in everyone.values() if problem])
+        try:
+            for pull in program.pulls:
+                if pull.peer in self._maps[self.rank]:
+                    copies = self._late if pull.relay else self._early
+                    copies.append((pull.target, _source(pull, everyone[pull.peer][1], mapped)))
+        except (RuntimeError, OSError) as error:
+            problem = f"rank {self.rank} cannot map memory of a peer: {_first_line(error)}"
+        self._raise([problem for problem in self._gather(problem).values() if problem])
+        self._rest = self._without_pulls(program)
+        if self._rest is not None and self._messages is not None:
+            self._messages.prepare(self._rest)
+            self.staging_bytes = self._messages.staging_bytes
+
+    def move(self, program: Program) -> None:
+        problem = self._copy(self._early)
+        if self._messages is not None and self._rest is not None:
+            self._agree(problem)
+            self._messages.move(self._rest)
+        if self._relays:
+            self._agree(problem)
+            problem = self._copy(self._late)
+        self._agree(problem)
+
+    @torch.no_grad()
+    def _copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> str:
+        """Carry out copies and wait for them; what went wrong, in words."""
+        try:
+            if self._stream is None:
+                for target, source in copies:
+                    target.copy_(source)
+                return ""
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                for target, source in copies:
+                    target.copy_(source, non_blocking=True)
+            self._stream.synchronize()
+        except RuntimeError as error:
+            return f"rank {self.rank}: {_first_line(error)}"
+        return ""
+
+    def _without_pulls(self, program: Program) -> Program | None:
+        """The messages that remain; ``None`` in a host of its own."""
+        if self._messages is None:
+            return None
+        buckets = []
+        for bucket in program.buckets:
+            sends = [m for m in bucket.sends if self.rank not in self._maps[m.peer]]
+            receives = [m for m in bucket.receives if m.peer not in self._maps[self.rank]]
+            if sends or receives:
+                buckets.append(Bucket(bucket.index, sends, receives))
+        return replace(program, buckets=buckets, send_staging=_end(b.sends for b in buckets),
+                       receive_staging=_end(b.receives for b in buckets))  # fmt: skip
+
+    # ---- agreement
+
+    def _distributed(self) -> bool:
+        return dist.is_available() and dist.is_initialized()
+
+    def _gather(self, value: Any) -> dict[int, Any]:
+        """Global rank -> what it gave."""
+        if not self._distributed():
+            return {self.rank: value}
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, value, group=self.group)
+        return dict(zip(dist.get_process_group_ranks(self.group), found, strict=True))
+
+    def _agree(self, problem: str) -> None:
+        """Wait for all ranks; raise on all when one has a problem."""
+        if not self._distributed():
+            self._raise([problem] if problem else [])
+            return
+        failed = torch.tensor([int(bool(problem))], dtype=torch.int64, device=self._control)
+        dist.all_reduce(failed, group=self.group)
+        if failed.item():
+            self._raise([line for line in self._gather(problem).values() if line])
+
+    def _raise(self, problems: list[str]) -> None:
+        if problems:
+            raise ReshardError("cannot move weights: " + "; ".join(problems[:8]))
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def _offers(program: Program) -> dict[tuple[bool, str], tuple[Export, int, torch.dtype]]:
+    """(relay, name) -> storage, position of the tensor's first element in it, and its dtype."""
+    shared: dict[int, Export] = {}
+    found = {}
+    for relay, name in sorted(program.exports):
+        tensor = (program.dst if relay else program.src)[name]
+        storage = tensor.untyped_storage()
+        if storage._cdata not in shared:
+            shared[storage._cdata] = export(storage)
+        found[relay, name] = (shared[storage._cdata], tensor.storage_offset(), tensor.dtype)
+    return found
+
+
+def _source(
+    pull: Pull, offers: Mapping[tuple[bool, str], tuple[Export, int, torch.dtype]], mapped: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    exported, start, dtype = offers[pull.relay, pull.name]
+    if id(exported) not in mapped:  # one object for each storage of a peer
+        mapped[id(exported)] = attach(exported)
+    whole = mapped[id(exported)]
+    flat = whole[: whole.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return strided(flat, start + pull.offset, pull.pitch, *pull.target.shape)
+
+
+def _try(exported: Export, expected: int) -> str:
+    try:
+        found = attach(exported).cpu()
+    except (RuntimeError, OSError) as error:
+        return _first_line(error)
+    return "" if bool((found == expected).all()) else f"found other contents than it wrote ({found[:4].tolist()})"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _end(groups: Iterable[list[Message]]) -> int:
+    return max((m.start + m.nbytes for messages in groups for m in messages), default=0)
