@@ -4,13 +4,18 @@ megatron-core passes the context through the model and asks it a few questions o
 (:mod:`rl3d.generation.attention`) hands it queries, keys and values and gets the attention's output.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.contexts import BaseInferenceContext
+from torch.nn.attention.bias import causal_lower_right
 
 from rl3d.generation.kv_cache import KVCache
+from rl3d.generation.scheduler import Chunk
 from rl3d.kernels import rotary
+from rl3d.models.layers import has_varlen_attention, varlen_attention
 
 _WINDOW_STEP = 32  # decode windows grow in such steps, so that a batch's neighbours seldom change a row's reductions
 
@@ -25,10 +30,10 @@ class GenerationContext(BaseInferenceContext):
     use_flashinfer_fused_rope = False
     num_speculative_tokens = 0
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, max_sequence_length: int) -> None:
         super().__init__(InferenceConfig(materialize_only_last_token_logits=True))
         self.cache = cache
-        self.max_sequence_length = cache.max_sequence_length
+        self.max_sequence_length = max_sequence_length
         self.positions: torch.Tensor = torch.empty(0, dtype=torch.int64)
         self._decode = False
         self._rope_source: torch.Tensor | None = None
@@ -48,30 +53,46 @@ class GenerationContext(BaseInferenceContext):
 
     # ---- plans
 
-    def plan_prefill(self, slots: list[int], lengths: list[int], padding: int = 0) -> None:
-        """Whole prompts, packed one after the other, then ``padding`` tokens that are thrown away."""
-        device = self.cache.device
-        self._decode, self._rope, self._lengths, self._padding = False, None, lengths, padding
-        self._batch = sum(lengths)
-        ranges = [torch.arange(n, device=device) for n in lengths]
-        rows = [self.cache.rows(slot, r) for slot, r in zip(slots, ranges, strict=True)]
-        self._write_rows = torch.cat(rows)
-        self.positions = torch.cat([*ranges, torch.zeros(padding, dtype=torch.int64, device=device)])
-        self.last = torch.tensor(lengths, device=device).cumsum(0) - 1
+    def plan_prefill(self, chunks: Sequence[Chunk], padding: int = 0) -> None:
+        """Chunks of prompts, packed one after the other, then ``padding`` tokens that are thrown away.
 
-    def plan_decode(self, positions_T: torch.Tensor, batch: int, longest: int) -> None:
-        """One token of each of the slots ``0 .. batch - 1``; no position exceeds ``longest - 1``.
-
-        ``positions_T`` may be longer than ``batch``: the rest are tokens that are thrown away.
+        A chunk sees its sequence's earlier tokens on their pages. Sets :attr:`last`, the packed index of the last token
+        of each chunk.
         """
+        device, size = self.cache.device, self.cache.page_size
+        self._decode, self._rope, self._padding = False, None, padding
+        self._lengths = [len(c.tokens) for c in chunks]
+        self._batch = sum(self._lengths)
+        positions = [torch.arange(c.start, c.start + len(c.tokens)) for c in chunks]
+        pages = [torch.tensor(c.sequence.pages) for c in chunks]
+        rows = [page[at // size] * size + at % size for page, at in zip(pages, positions, strict=True)]
+        self._write_rows = torch.cat(rows).to(device)
+        self.positions = F.pad(torch.cat(positions), (0, padding)).to(device)
+        ends = torch.tensor(self._lengths).cumsum(0)
+        self.last = (ends - 1).to(device)
+        self._starts = [c.start for c in chunks]
+        self._pages = [
+            None if c.start == 0 else page[None, : -(-(c.start + n) // size)].to(device)
+            for c, page, n in zip(chunks, pages, self._lengths, strict=True)
+        ]
+        self._cumulative = F.pad(ends, (1, 0)).to(device, torch.int32) if not any(self._starts) else None
+
+    def plan_decode(self, positions_T: torch.Tensor, table: torch.Tensor, batch: int, longest: int) -> None:
+        """One token of each of the first ``batch`` rows of the block table [rows, columns], at ``positions_T``.
+
+        ``positions_T`` may be longer than ``batch``: the rest are tokens that are thrown away. No position exceeds
+        ``longest - 1``.
+        """
+        size = self.cache.page_size
         self._decode, self._rope, self.positions, self._batch = True, None, positions_T, batch
         self._padding = positions_T.shape[0] - batch
-        self._width = min(-(-longest // _WINDOW_STEP) * _WINDOW_STEP, self.max_sequence_length)
-        positions_B = positions_T[:batch]
-        columns = torch.arange(self._width, device=positions_T.device)
-        self._mask = (columns <= positions_B[:, None])[:, None, None]
-        self._write_rows = self.cache.rows(torch.arange(batch, device=positions_T.device), positions_B)
-        self._window_rows = self.cache.window_rows(batch, self._width)
+        step = max(_WINDOW_STEP, size)
+        columns = min(-(-(-(-longest // step) * step) // size), table.shape[1])
+        self._table, positions_B = table[:batch, :columns], positions_T[:batch]
+        page_B = table[:batch].gather(1, (positions_B // size)[:, None])[:, 0]
+        self._write_rows = page_B.long() * size + positions_B % size
+        window = torch.arange(columns * size, device=positions_T.device)
+        self._mask = (window <= positions_B[:, None])[:, None, None]
 
     # ---- attention
 
@@ -106,7 +127,7 @@ class GenerationContext(BaseInferenceContext):
     def _attend_decode(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        keys, values = self.cache.window(layer, self._batch, self._width, self._window_rows)
+        keys, values = self.cache.read(layer, self._table)
         batch, heads, size = query.shape
         # The query heads that share a key/value head ride in the sequence dimension: nothing is repeated.
         grouped = query.view(batch, key.shape[1], -1, size)
@@ -116,11 +137,19 @@ class GenerationContext(BaseInferenceContext):
     def _attend_prefill(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
+        if self._cumulative is not None and has_varlen_attention(query):
+            key, value = key[: self._batch], value[: self._batch]
+            return varlen_attention(query, key, value, self._cumulative, max(self._lengths), scale).flatten(1)
         out = torch.empty_like(query)
-        start = 0
-        for length in self._lengths:
-            q, k, v = (x[start : start + length].transpose(0, 1)[None] for x in (query, key, value))
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-            out[start : start + length] = y[0].transpose(0, 1)
-            start += length
+        first = 0
+        for start, length, pages in zip(self._starts, self._lengths, self._pages, strict=True):
+            q, k, v = (x[first : first + length].transpose(0, 1)[None] for x in (query, key, value))
+            if pages is None:
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            else:
+                k, v = (x[:, :, : start + length] for x in self.cache.read(layer, pages))
+                mask = causal_lower_right(length, start + length)
+                y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+            out[first : first + length] = y[0].transpose(0, 1)
+            first += length
         return out.flatten(1)

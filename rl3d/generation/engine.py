@@ -50,11 +50,17 @@ class SamplingParams:
 
 @dataclass
 class Request:
-    """One prompt. ``key`` is (step, prompt id, sample id): with the run's seed it fixes all noise."""
+    """One prompt.
+
+    Attributes:
+        key: (step, prompt id, sample id); with the run's seed it fixes all noise.
+        request_id: name of the request in results and for :meth:`GenerationEngine.abort`; by default its index.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
     key: tuple[int, int, int] = (0, 0, 0)
+    request_id: str = ""
 
 
 @dataclass
@@ -66,10 +72,11 @@ class Result:
         token_ids: the tokens drawn, a stop token included.
         logprobs: of each token under softmax(logits / temperature) over the true vocabulary, before top-k and top-p;
             temperature 1 where sampling is greedy. The trainer recomputes exactly this number.
-        finish_reason: ``"stop"`` after a stop token, otherwise ``"length"``.
+        finish_reason: ``"stop"`` after a stop token, ``"abort"`` when it was aborted, otherwise ``"length"``.
         small_margins: draws whose two best candidates were within 1e-5 of each other, so that the last bit of a logit
             (another batch, another number of ranks) could have changed them.
         sample_index: which of the request's ``n`` samples.
+        request_id: the request's name.
     """
 
     request_index: int
@@ -78,6 +85,7 @@ class Result:
     finish_reason: str = "length"
     small_margins: int = 0
     sample_index: int = 0
+    request_id: str = ""
 
 
 @dataclass(frozen=True)

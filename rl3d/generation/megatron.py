@@ -1,18 +1,24 @@
-"""The built-in generator: continuous batching on megatron-core modules with a key/value cache."""
+"""The built-in generator: continuous batching on megatron-core modules with a paged key/value cache."""
 
-import hashlib
+import threading
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from rl3d.generation.body import CPU_MIN_ROWS, Body, make_body
+from rl3d.generation.checks import check_agreement, check_limits, check_requests
 from rl3d.generation.context import GenerationContext
-from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Progress, Request, Result
+from rl3d.generation.engine import OnFinish, OnStep, Progress, Request, Result
 from rl3d.generation.kv_cache import KVCache
+from rl3d.generation.pages import SCRATCH, PagePool
 from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
-from rl3d.generation.scheduler import Admission, RunningSequence, Scheduler, expand
+from rl3d.generation.scheduler import Chunk, Counts, RunningSequence, Scheduler, expand
+
+_PAGE = {"cpu": 16, "cuda": 32}
+_ABORT_EVERY = 8  # steps between the ranks of a replica telling each other what to abort
 
 
 class StaleWeightsError(RuntimeError):
@@ -27,17 +33,19 @@ class MegatronGenerator:
             explicit process-group collection. Its weights may be replaced in place between calls.
         tp_group: the tensor-parallel group of the replica, or ``None`` for one rank.
         vocab_size: true vocabulary size, without padding.
-        max_sequences: sequences that run at once; more wait and fill slots as they become free.
+        max_sequences: sequences that run at once; more wait.
         max_sequence_length: most tokens of a sequence, prompt and response together.
-        page_size: tokens a page of the cache; ``None`` takes one page per sequence, the fastest where there is no
-            paged kernel.
-        pages: pages of the pool; by default every slot can hold the longest sequence.
-        max_prefill_tokens: prompt tokens computed in one forward pass.
+        page_size: tokens a page of the cache.
+        pages: pages of the pool; by default ``max_sequences`` of the longest sequences fit. With fewer, sequences give
+            way to older ones and are computed again.
+        max_prefill_tokens: prompt tokens computed in one forward pass; longer prompts take several.
+        share_prefixes: use the pages of prompts seen before again, within one version of the weights.
         body: forward pass, see :func:`rl3d.generation.body.make_body`.
 
     Attributes:
         weights_version: version of the weights in ``model``; whoever loads weights sets it. ``None``: nothing loaded.
         expected_version: version that generation must have, or ``None`` to accept any.
+        counts: what the last call cost.
     """
 
     def __init__(
@@ -53,38 +61,46 @@ class MegatronGenerator:
         page_size: int | None = None,
         pages: int | None = None,
         max_prefill_tokens: int = 2048,
+        share_prefixes: bool = True,
         body: str = "auto",
     ) -> None:
         self.model, self.device = model.eval(), torch.device(device)
         self.group = tp_group if tp_group is not None and tp_group.size() > 1 else None
         self.vocab_size = vocab_size
-        _check_limits(model, max_sequences, max_sequence_length, page_size, pages, max_prefill_tokens)
-        self.max_sequences, self.max_prefill_tokens = max_sequences, max_prefill_tokens
+        check_limits(model, max_sequences, max_sequence_length, page_size, pages, max_prefill_tokens)
+        self.max_sequences, self.max_sequence_length = max_sequences, max_sequence_length
+        self.max_prefill_tokens, self.share_prefixes = max_prefill_tokens, share_prefixes
         self.min_rows = CPU_MIN_ROWS if self.device.type == "cpu" else 1
         attention = model.decoder.layers[0].self_attention
+        page_size = page_size or _PAGE.get(self.device.type, 32)
+        columns = -(-max_sequence_length // page_size)
+        self.pool = PagePool(max_sequences * columns if pages is None else pages, page_size)
         self.cache = KVCache(
             len(model.decoder.layers),
             attention.num_query_groups_per_partition,
             attention.hidden_size_per_attention_head,
-            max_sequences=max_sequences,
-            max_sequence_length=max_sequence_length,
-            page_size=max_sequence_length if page_size is None else page_size,
-            pages=pages,
+            page_size=page_size,
+            pages=self.pool.pages,
             dtype=dtype,
             device=self.device,
         )
-        self.context = GenerationContext(self.cache)
+        self.context = GenerationContext(self.cache, max_sequence_length)
         self.body: Body = make_body(model, self.context, self.group, body)
         self.sampler = Sampler(vocab_size, model.vocab_size, self.group, self.device)
+        self.table = BlockTable(max_sequences, columns, self.device)
         self.weights_version: int | None = None
         self.expected_version: int | None = None
+        self.counts = Counts()
+        self._pages_version: int | None = None  # of the weights that the kept pages were computed with
+        self._aborted: set[str] = set()
+        self._abort_lock = threading.Lock()
 
     # ---- memory
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the cache on this rank now; 0 when it is released."""
-        return 0 if self.cache.pool is None else self.cache.nbytes
+        return self.cache.nbytes
 
     def allocate_cache(self) -> int:
         """Allocate the cache (``generate`` does when needed); returns the bytes newly allocated."""
@@ -92,6 +108,7 @@ class MegatronGenerator:
 
     def release_cache(self) -> int:
         """Free the cache, for example while training; returns the bytes freed."""
+        self.pool.reset()
         return self.cache.deallocate()
 
     # ---- generation
@@ -111,11 +128,10 @@ class MegatronGenerator:
             FloatingPointError: the model returned logits that are not numbers.
         """
         self._check_weights()
-        self._check_requests(requests)
-        self._check_agreement(requests)
+        check_requests(requests, self.vocab_size, self.max_sequence_length, self.pool)
+        check_agreement(requests, self.group, self.device)
         sequences = expand(requests)
-        results = [sequence.result for sequence in sequences]
-        finished = tokens = 0
+        finished = 0
 
         def finish(ended: Sequence[RunningSequence]) -> None:
             nonlocal finished
@@ -124,60 +140,106 @@ class MegatronGenerator:
                 for sequence in ended:
                     on_finish(sequence.result)
 
+        with self._abort_lock:
+            self._aborted.clear()
         finish([s for s in sequences if s.params.max_new_tokens == 0])
-        live = [s for s in sequences if s.params.max_new_tokens > 0]
-        scheduler = Scheduler(live, self.cache, self.max_prefill_tokens)
+        scheduler = Scheduler(
+            [s for s in sequences if s.params.max_new_tokens > 0], self.pool, max_sequences=self.max_sequences,
+            max_prefill_tokens=self.max_prefill_tokens, share_prefixes=self.share_prefixes,
+        )  # fmt: skip
+        self.counts = scheduler.counts
+        if self._pages_version != self.weights_version:
+            self.pool.forget()
+            self._pages_version = self.weights_version
         self.cache.allocate()
-        state: _DecodeState | None = None
+        state: DecodeState | None = None
+        step = 0
         try:
-            while scheduler.waiting or scheduler.running:
-                admission = scheduler.admit()
-                if admission is not None:
-                    first = len(scheduler.running) - len(admission.prompt_of)
-                    draw, state = self._prefill(admission, scheduler.running[first:]), None
+            while scheduler.unfinished:
+                chunks = scheduler.plan_prefill()
+                if chunks:
+                    drawing, draw = self._prefill(scheduler, chunks)
                 else:
-                    first = 0
-                    if state is None:
-                        state = _DecodeState(scheduler.running, self.body.decode_rows, self.device)
-                    draw = self._decode(state)
-                ended = self._accept(scheduler, first, draw)
-                tokens += draw.tokens.shape[0]
-                if ended:
-                    state = None
-                    finish(scheduler.retire(ended))
+                    state = self._make_room(scheduler, state)
+                    drawing, draw = scheduler.running, self._decode(state)
+                ended = [] if draw is None else self._accept(drawing, draw)
+                scheduler.counts.drawn += len(drawing)
+                scheduler.retire(ended)
+                finish(ended)
+                step += 1
                 if on_step is not None:
-                    on_step(Progress(len(scheduler.waiting), len(scheduler.running), finished, tokens))
+                    running = len(sequences) - finished - len(scheduler.waiting)
+                    on_step(Progress(len(scheduler.waiting), running, finished, scheduler.counts.drawn))
+                finish(self._abort(scheduler, step))
         except FloatingPointError:
             self.cache.clear()
             raise
         finally:
-            for row in range(len(scheduler.running)):
-                self.cache.release(row)
-        return results
+            if scheduler.unfinished:  # it did not end well: pages may have been published and not computed
+                scheduler.release_all()
+                self.pool.forget()
+        return [s.result for s in sequences]
 
-    def _prefill(self, admission: Admission, sequences: list[RunningSequence]) -> Draw:
-        """Compute the distinct prompts, hand copies to their other samples, draw the first token of all."""
-        lengths = [len(prompt) for prompt in admission.prompts]
-        padding = max(0, self.min_rows - sum(lengths))
-        flat = [token for prompt in admission.prompts for token in prompt] + [0] * padding
-        self.context.plan_prefill(admission.slots, lengths, padding)
-        rows = self.context.last
-        short = self.min_rows - len(lengths)
-        if short > 0:
-            rows = torch.cat([rows, rows[-1:].expand(short)])
-        logits = self.body.forward(torch.tensor(flat, device=self.device), rows)
-        for source, target, count in admission.copies:
-            self.cache.copy(source, target, count)
-        if admission.copies:
-            logits = logits.index_select(0, torch.tensor(admission.prompt_of, device=self.device))
-        else:
-            logits = logits[: len(lengths)]
+    def abort(self, request_id: str) -> None:
+        """End a request of the running call; its samples keep what they have and finish with ``"abort"``.
+
+        From a callback or another thread; one rank of a replica is enough. It takes effect between two of the next
+        steps. A request that has ended, or is not known, is left alone.
+        """
+        with self._abort_lock:
+            self._aborted.add(request_id)
+
+    def _abort(self, scheduler: Scheduler, step: int) -> list[RunningSequence]:
+        """Take out what was to be aborted. Collective now and then: all ranks of a replica must do it in one step."""
+        if self.group is not None and step % _ABORT_EVERY:
+            return []
+        with self._abort_lock:
+            names, self._aborted = self._aborted, set()
+        if self.group is not None:
+            any_names = torch.tensor([len(names)], device=self.device)
+            dist.all_reduce(any_names, group=self.group)
+            if int(any_names):
+                told: list[set[str]] = [set()] * self.group.size()
+                dist.all_gather_object(told, names, group=self.group)
+                names = set().union(*told)
+        if not names:
+            return []
+        aborted = scheduler.abort(lambda sequence: sequence.result.request_id in names)
+        for sequence in aborted:
+            sequence.result.finish_reason = "abort"
+        return aborted
+
+    def _prefill(self, scheduler: Scheduler, chunks: list[Chunk]) -> tuple[list[RunningSequence], Draw | None]:
+        """Compute chunks of prompts; the sequences whose prompts are complete, and the first token of each."""
+        flat = [token for chunk in chunks for token in chunk.tokens]
+        padding = max(0, self.min_rows - len(flat))
+        self.context.plan_prefill(chunks, padding)
+        complete = [i for i, chunk in enumerate(chunks) if chunk.last]
+        wanted = complete or [0]
+        wanted = wanted + wanted[-1:] * (self.min_rows - len(wanted))
+        rows = self.context.last.index_select(0, torch.tensor(wanted, device=self.device))
+        logits = self.body.forward(torch.tensor(flat + [0] * padding, device=self.device), rows)
+        if not complete:
+            return [], None
+        sequences, prompt_of = scheduler.start_decoding(chunks)
+        logits = logits.index_select(0, torch.tensor(prompt_of, device=self.device))
         positions = torch.tensor([s.length for s in sequences], device=self.device)
-        return self.sampler.draw(logits, _sampling(sequences, self.device), positions)
+        return sequences, self.sampler.draw(logits, sampling_batch(sequences, self.device), positions)
 
-    def _decode(self, state: "_DecodeState") -> Draw:
+    def _make_room(self, scheduler: Scheduler, state: "DecodeState | None") -> "DecodeState":
+        """Pages for one more token of every running sequence, and the batch of those that have one."""
+        plan = scheduler.plan_decode()
+        self.cache.copy_pages(plan.copies)
+        if state is None or state.membership != scheduler.membership:
+            state = DecodeState(scheduler.running, scheduler.membership, self.body.decode_rows, self.device)
+            self.table.fill(scheduler.running)
+        else:
+            self.table.update(plan.grown)
+        return state
+
+    def _decode(self, state: "DecodeState") -> Draw:
         """One token for every running sequence."""
-        self.context.plan_decode(state.positions, state.rows, state.longest)
+        self.context.plan_decode(state.positions, self.table.tensor, state.rows, state.longest)
         logits = self.body.forward(state.tokens, None)[: state.rows]
         state.positions += 1
         state.longest += 1
@@ -185,22 +247,19 @@ class MegatronGenerator:
         state.tokens[: state.rows] = draw.tokens
         return draw
 
-    def _accept(self, scheduler: Scheduler, first: int, draw: Draw) -> list[int]:
-        """Give the drawn tokens to the sequences from slot ``first`` on; slots of those that ended."""
+    def _accept(self, sequences: Sequence[RunningSequence], draw: Draw) -> list[RunningSequence]:
+        """Give each sequence the token drawn for it; those that ended with it."""
         packed = torch.stack([draw.tokens.double(), draw.logprobs.double(), draw.close.double()])
         ended = []
-        for row, (token, logprob, close) in enumerate(zip(*packed.tolist(), strict=True), first):
-            sequence = scheduler.running[row]
+        for sequence, token, logprob, close in zip(sequences, *packed.tolist(), strict=True):
             if logprob != logprob:
                 raise FloatingPointError(
                     f"request {sequence.result.request_index}: the model returned logits that are not numbers at "
                     f"position {sequence.length} (weights version {self.weights_version}); check the weights"
                 )
             if sequence.accept(int(token), logprob, bool(close)):
-                ended.append(row)
+                ended.append(sequence)
         return ended
-
-    # ---- checks, before anything runs
 
     def _check_weights(self) -> None:
         if self.weights_version is None:
@@ -213,83 +272,45 @@ class MegatronGenerator:
                 f"move the trained weights first (switch_to_generation)"
             )
 
-    def _check_requests(self, requests: Sequence[Request]) -> None:
-        limit, cache = self.cache.max_sequence_length, self.cache
-        for index, request in enumerate(requests):
-            prompt, params = request.prompt_ids, request.params
-            name = f"request {index} (key {request.key})"
-            if not prompt:
-                raise GenerationError(f"{name}: the prompt is empty; give at least one token, for example BOS")
-            if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-                bad = next(t for t in prompt if not 0 <= t < self.vocab_size)
-                raise GenerationError(
-                    f"{name}: prompt token {bad} is outside the vocabulary of {self.vocab_size}; "
-                    f"use the tokenizer of this model"
-                )
-            need = len(prompt) + params.max_new_tokens
-            if need > limit:
-                raise GenerationError(
-                    f"{name}: prompt of {len(prompt)} tokens + max_new_tokens {params.max_new_tokens} = {need} exceeds "
-                    f"max_sequence_length {limit}; shorten the prompt, lower max_new_tokens or raise the limit"
-                )
-            if not cache.contiguous and cache.pages_for(need) > cache.pages:
-                raise GenerationError(
-                    f"{name}: prompt of {len(prompt)} tokens + max_new_tokens {params.max_new_tokens} needs "
-                    f"{cache.pages_for(need)} pages of {cache.page_size} tokens, the pool has {cache.pages}; "
-                    f"enlarge the pool"
-                )
 
-    def _check_agreement(self, requests: Sequence[Request]) -> None:
-        """Raise on every rank when the ranks of a replica were asked different things: later it would be a hang."""
-        if self.group is None:
-            return
-        text = repr([(r.prompt_ids, r.key, r.params) for r in requests]).encode()
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
-        mine = torch.tensor([digest], dtype=torch.int64, device=self.device)
-        parts = [torch.empty_like(mine) for _ in range(self.group.size())]
-        dist.all_gather(parts, mine, group=self.group)
-        digests = [int(part) for part in parts]
-        if len(set(digests)) > 1:
-            raise GenerationError(
-                f"the {len(digests)} tensor-parallel ranks of this replica were given different requests (digests "
-                f"{[f'{d:014x}' for d in digests]}); pass the same list on all of them"
-            )
+class BlockTable:
+    """Which pages the rows of the decode batch hold, int32 [rows, columns]; the device's copy keeps its address."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self._host = np.full((rows, columns), SCRATCH, dtype=np.int32)
+        shared = torch.from_numpy(self._host)
+        self.tensor = shared if device.type == "cpu" else shared.to(device)
+
+    def fill(self, sequences: Sequence[RunningSequence]) -> None:
+        """Write the rows of a new batch."""
+        for row, sequence in enumerate(sequences):
+            sequence.row = row
+            self._host[row, len(sequence.pages) :] = SCRATCH
+        self.update(sequences)
+
+    def update(self, sequences: Sequence[RunningSequence]) -> None:
+        """Write the rows of sequences of the batch whose pages changed."""
+        for sequence in sequences:
+            self._host[sequence.row, : len(sequence.pages)] = sequence.pages
+        if sequences and self.tensor.device.type != "cpu":
+            self.tensor.copy_(torch.from_numpy(self._host))
 
 
-def _check_limits(model: GPTModel, max_sequences: int, max_sequence_length: int, page_size: int | None,
-                  pages: int | None, max_prefill_tokens: int) -> None:  # fmt: skip
-    for name, value in (("max_sequences", max_sequences), ("max_sequence_length", max_sequence_length),
-                        ("page_size", page_size), ("pages", pages), ("max_prefill_tokens", max_prefill_tokens)):  # fmt: skip
-        if value is not None and value < 1:
-            raise ValueError(f"generator: {name} = {value}, expected at least 1")
-    if max_sequence_length > model.max_sequence_length:
-        raise ValueError(
-            f"generator: max_sequence_length {max_sequence_length} exceeds the {model.max_sequence_length} positions "
-            f"that the model knows (max_position_embeddings); lower it"
-        )
-    if model.config.sequence_parallel:
-        raise ValueError(
-            "generator: the model was built with sequence_parallel = True, which splits single tokens over ranks; "
-            "build the generation model with sequence_parallel=False"
-        )
-    if not (model.pre_process and model.post_process):
-        raise ValueError("generator: the model is one pipeline stage; generation needs all layers (pp = 1)")
-
-
-class _DecodeState:
+class DecodeState:
     """Tensors of a decode batch; rebuilt when its membership changes, otherwise they stay on the device."""
 
-    def __init__(self, running: list[RunningSequence], min_rows: int, device: torch.device) -> None:
-        self.rows = len(running)
+    def __init__(self, running: list[RunningSequence], membership: int, min_rows: int, device: torch.device) -> None:
+        self.rows, self.membership = len(running), membership
         padding = [0] * (min_rows - self.rows)
-        self.sampling = _sampling(running, device)
+        self.sampling = sampling_batch(running, device)
         self.tokens = torch.tensor([s.result.token_ids[-1] for s in running] + padding, device=device)
         # position of the token that goes in, the newest one
         self.positions = torch.tensor([s.length - 1 for s in running] + padding, device=device)
         self.longest = max(s.length for s in running)
 
 
-def _sampling(sequences: list[RunningSequence], device: torch.device) -> SamplingBatch:
+def sampling_batch(sequences: Sequence[RunningSequence], device: torch.device) -> SamplingBatch:
+    """How to draw for each of the sequences."""
     params = [s.params for s in sequences]
     return SamplingBatch.build(
         [s.noise_key for s in sequences],

@@ -156,8 +156,8 @@ class PackedAttention(torch.nn.Module):
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if packed_seq_params.rotary is not None:
             q, k = rotary(q, *packed_seq_params.rotary), rotary(k, *packed_seq_params.rotary)
-        if self.flash and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and _VARLEN is not None:
-            out = _varlen(q, k, v, packed_seq_params, self.scale)
+        if self.flash and has_varlen_attention(q):
+            out = varlen_attention(q, k, v, packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q, self.scale)
         else:
             sequences = zip(*(t.split(packed_seq_params.lengths) for t in (q, k, v)), strict=True)
             out = torch.cat([_one_sequence(q, k, v, self.scale) for q, k, v in sequences])
@@ -183,18 +183,27 @@ except ImportError:
     _VARLEN, _VARLEN_ARGUMENTS = None, frozenset()
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Any, scale: float) -> Tensor:
-    """torch's variable-length attention; its signature grew between 2.11 and 2.14."""
+def has_varlen_attention(x: Tensor) -> bool:
+    """Whether :func:`varlen_attention` takes tensors like ``x``: half precision on CUDA."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and _VARLEN is not None
+
+
+def varlen_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cumulative: Tensor, longest: int,
+                     scale: float | None) -> Tensor:  # fmt: skip
+    """Causal attention inside each sequence of a packed row; ``cumulative`` int32 [sequences + 1] are their borders.
+
+    One flash kernel; torch's signature of it grew between 2.11 and 2.14.
+    """
     options: dict[str, Any] = {"scale": scale} if "scale" in _VARLEN_ARGUMENTS else {}
     if "window_size" in _VARLEN_ARGUMENTS:
         options["window_size"] = (-1, 0)
     else:
         options["is_causal"] = True
+    q, k, v = q_THD, k_TGD, v_TGD
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in _VARLEN_ARGUMENTS:
             options["enable_gqa"] = True
         else:
             repeat = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    return _VARLEN(q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, longest, longest, **options)
+    return _VARLEN(q.contiguous(), k.contiguous(), v.contiguous(), cumulative, cumulative, longest, longest, **options)

@@ -14,16 +14,28 @@ MAX_LENGTH = 96
 
 def save_llama(directory: Path, *, tied: bool, heads: int = 8, kv_heads: int = 4, seed: int = 0) -> Path:
     """A 3-layer llama whose next-token distributions are peaked enough to have clear decisions, flat enough to vary."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    return save_model(directory, "llama", tied=tied, heads=heads, kv_heads=kv_heads, seed=seed)
+
+
+def save_model(
+    directory: Path, family: str, *, tied: bool = False, heads: int = 8, kv_heads: int = 4, seed: int = 0
+) -> Path:
+    """As :func:`save_llama`, of another family; biases and norms are not left at their trivial initial values."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=64, num_hidden_layers=3, num_attention_heads=heads, num_key_value_heads=kv_heads,
+    config = AutoConfig.for_model(
+        family, hidden_size=64, num_hidden_layers=3, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8,
         intermediate_size=128, vocab_size=VOCAB, max_position_embeddings=256, tie_word_embeddings=tied,
         rms_norm_eps=1e-6, initializer_range=0.12, bos_token_id=1, eos_token_id=2, pad_token_id=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, sliding_window=None, use_sliding_window=False,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if family != "llama" and parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(directory)
     return directory
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rl3d.distributed.groups import GroupRegistry, generation_groups
-from rl3d.generation.engine import GenerationError, Request, Result, SamplingParams
+from rl3d.generation.engine import GenerationError, Progress, Request, Result, SamplingParams
 from rl3d.layout import GenMesh
 from tests.generation.models import Job, build_engine
 
@@ -15,7 +15,8 @@ def main(runtime: Any, jobs: list[dict[str, Any]]) -> dict[str, Any]:
     ranks = tuple(range(runtime.world_size))
     groups = {tp: generation_groups(GenMesh(tp, ranks).groups(), registry) for tp in (1, 2, 4)}
     answers = [_carry_out(Job.from_json(data), groups) for data in jobs]
-    return {"jobs": answers, "disagreement": _disagreement(jobs[0]["model"], groups[4])}
+    model = jobs[0]["model"]
+    return {"jobs": answers, "disagreement": _disagreement(model, groups[4]), "abort": _abort(model, groups[4])}
 
 
 def _carry_out(job: Job, groups: dict[int, Any]) -> list[dict[str, Any]]:
@@ -47,3 +48,19 @@ def _disagreement(model: str, groups: Any) -> str:
     except GenerationError as error:
         return str(error)
     return ""
+
+
+def _abort(model: str, groups: Any) -> list[list[Any]]:
+    """One rank of the replica aborts; all must stop the request at the same step."""
+    engine = build_engine(model, groups)
+
+    def step(progress: Progress) -> None:
+        if groups.tp_rank == 2 and progress.tokens == 6:
+            engine.abort("cut")
+
+    requests = [Request([3, 4 + i], SamplingParams(40), (0, i, 0), name) for i, name in enumerate(("cut", "keep"))]
+    mine = [[r.finish_reason, r.token_ids] for r in engine.generate(requests, on_step=step)]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    assert all(other == mine for other in everyone)
+    return mine

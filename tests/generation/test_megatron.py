@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from rl3d.generation.engine import Request, SamplingParams
-from tests.generation.models import VOCAB, Job, save_llama
+from tests.generation.models import VOCAB, Job, save_model
 from tests.ranks import run_ranks
 
-MODELS = {"tied": {"tied": True}, "untied": {"tied": False}, "few_kv_heads": {"tied": False, "kv_heads": 2}}
+MODELS: dict[str, dict[str, Any]] = {
+    "tied": {"tied": True}, "untied": {"tied": False}, "few_kv_heads": {"tied": False, "kv_heads": 2},
+    "qwen2": {"family": "qwen2", "tied": True}, "qwen3": {"family": "qwen3"}, "mistral": {"family": "mistral"},
+}  # fmt: skip
 
 
 def prompts() -> list[list[int]]:
@@ -35,25 +38,27 @@ FILTERED = [  # filters of all kinds in one batch, a greedy and an unfiltered ro
     )
 ]
 ENGINES = {
-    "one page each": {"max_sequences": 4},
+    "usual": {"max_sequences": 4},
     "pages of 8": {"max_sequences": 5, "page_size": 8},
-    "pages of 16, few": {"max_sequences": 9, "page_size": 16, "pages": 12, "body": "megatron"},
-    "one at a time": {"max_sequences": 1, "max_prefill_tokens": 8},
+    "pages of 16, few": {"max_sequences": 9, "page_size": 16, "pages": 6, "body": "megatron"},
+    "pages of 3, few, chunks of 7": {"max_sequences": 14, "page_size": 3, "pages": 30, "max_prefill_tokens": 7},
+    "one at a time": {"max_sequences": 1, "max_prefill_tokens": 8, "share_prefixes": False},
 }
 GREEDY_RUNS = [
-    ("tied", 1, "one page each"), ("tied", 2, "one page each"), ("tied", 4, "one page each"),
-    ("tied", 2, "pages of 16, few"), ("untied", 1, "one page each"), ("untied", 4, "one page each"),
-    ("few_kv_heads", 4, "pages of 8"),
+    ("tied", 1, "usual"), ("tied", 2, "usual"), ("tied", 4, "usual"),
+    ("tied", 2, "pages of 16, few"), ("untied", 1, "usual"), ("untied", 4, "usual"),
+    ("few_kv_heads", 4, "pages of 8"), ("tied", 1, "pages of 3, few, chunks of 7"),
+    *((family, tp, "pages of 8") for family in ("qwen2", "qwen3", "mistral") for tp in (1, 2, 4)),
 ]  # fmt: skip
-SAMPLED_RUNS = [(1, "one page each"), (1, "pages of 8"), (1, "one at a time"), (2, "pages of 8"),
-                (4, "pages of 16, few")]  # fmt: skip
-FILTERED_RUNS = [(1, "one page each"), (2, "pages of 8"), (4, "pages of 16, few")]
+SAMPLED_RUNS = [(1, "usual"), (1, "pages of 8"), (1, "one at a time"), (2, "pages of 8"), (4, "pages of 16, few"),
+                (1, "pages of 3, few, chunks of 7"), (2, "pages of 3, few, chunks of 7")]  # fmt: skip
+FILTERED_RUNS = [(1, "usual"), (2, "pages of 8"), (4, "pages of 16, few")]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("llamas")
-    return {name: save_llama(root / name, **settings) for name, settings in MODELS.items()}
+    return {name: save_model(root / name, **{"family": "llama", **settings}) for name, settings in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +72,15 @@ def answers(models: dict[str, Path]) -> dict[Any, Any]:
             jobs[what, "tied", tp, name] = Job(str(models["tied"]), tp, requests, ENGINES[name], split=tp < 4)
     jobs["sampled", "tied", 2, "reversed"] = Job(str(models["tied"]), 2, SAMPLED[::-1], ENGINES["pages of 8"])
     result = run_ranks("tests.generation.rank_checks:main", 4, [[job.to_json() for job in jobs.values()]])
-    return {**dict(zip(jobs, result["jobs"])), "disagreement": result["disagreement"]}
+    return {**dict(zip(jobs, result["jobs"])), "disagreement": result["disagreement"], "abort": result["abort"]}
 
 
 @pytest.fixture(scope="module")
 def references(models: dict[str, Path]) -> dict[str, Any]:
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    return {name: LlamaForCausalLM.from_pretrained(path).eval() for name, path in models.items()}
+    return {name: AutoModelForCausalLM.from_pretrained(path).eval() for name, path in models.items()}
 
 
 def hf_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
@@ -107,7 +112,7 @@ def test_greedy_equals_transformers(answers: Any, references: Any, model: str) -
 
 def test_logprobs_equal_a_full_forward(answers: Any, references: Any) -> None:
     compared = 0
-    for (what, model, _, engine), results in ((k, v) for k, v in answers.items() if k != "disagreement"):
+    for (what, model, _, engine), results in ((k, v) for k, v in answers.items() if isinstance(k, tuple)):
         requests = {"greedy": GREEDY, "sampled": SAMPLED, "filtered": FILTERED}[what]
         if engine == "reversed":
             requests = requests[::-1]
@@ -124,7 +129,7 @@ def test_logprobs_equal_a_full_forward(answers: Any, references: Any) -> None:
 @pytest.mark.parametrize("what", ["sampled", "filtered"])
 def test_tokens_do_not_depend_on_ranks_batch_slots_or_pages(answers: Any, what: str) -> None:
     runs = {key: value for key, value in answers.items() if key[0] == what and key[3] != "reversed"}
-    first = runs[what, "tied", 1, "one page each"]
+    first = runs[what, "tied", 1, "usual"]
     assert sum(r["small_margins"] for r in first) == 0  # otherwise equality is not promised: choose another seed
     for key, results in runs.items():
         assert [r["token_ids"] for r in results] == [r["token_ids"] for r in first], key
@@ -157,3 +162,8 @@ def test_filters_hold_against_transformers(answers: Any, references: Any) -> Non
 
 def test_ranks_with_different_requests_are_told(answers: Any) -> None:
     assert "different requests" in answers["disagreement"]
+
+
+def test_one_rank_can_abort_for_all(answers: Any) -> None:
+    (cut, tokens), (kept, others) = answers["abort"]
+    assert (cut, kept) == ("abort", "length") and 3 <= len(tokens) <= 3 + 8 and len(others) == 40

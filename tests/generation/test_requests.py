@@ -168,7 +168,7 @@ def test_a_continued_sequence_draws_what_it_would_have_drawn(engine: Any) -> Non
 def test_the_cache_can_be_released_and_comes_back(engine: Any) -> None:
     before = engine.generate([Request(PROMPT, GREEDY)])[0].token_ids
     size = engine.cache_bytes
-    assert size == 3 * 2 * (4 + 1) * MAX_LENGTH * 4 * 8 * 4  # layers, k and v, slots and scratch, length, heads, dim, fp32
+    assert size == 3 * 2 * (4 * MAX_LENGTH + 16) * 4 * 8 * 4  # layers, k and v, tokens and a scratch page, heads, dim, fp32
     assert engine.release_cache() == size and engine.cache_bytes == 0 and engine.release_cache() == 0
     assert engine.allocate_cache() == size and engine.allocate_cache() == 0
     engine.release_cache()
@@ -177,14 +177,14 @@ def test_the_cache_can_be_released_and_comes_back(engine: Any) -> None:
 
 def test_pages_are_returned_even_when_a_callback_fails(model: Path, groups: Any) -> None:
     engine = build_engine(str(model), groups, page_size=8)
-    free = len(engine.cache.free)
+    free = engine.pool.available
 
     def fail(_: Result) -> None:
         raise KeyError("reward")
 
     with pytest.raises(KeyError):
         engine.generate([Request([3 + i], SamplingParams(2 + i)) for i in range(6)], fail)
-    assert len(engine.cache.free) == free
+    assert engine.pool.available == free
 
 
 def test_the_body_can_be_chosen(model: Path, groups: Any, engine: Any) -> None:
@@ -245,3 +245,54 @@ def test_logits_that_are_not_numbers_are_an_error(model: Path, groups: Any) -> N
     with torch.no_grad():
         weight.copy_(good)
     assert engine.generate([Request(PROMPT, GREEDY)])[0].token_ids == before  # the cache kept none of it
+
+
+def test_prefixes_are_found_again_until_the_weights_change(model: Path, groups: Any) -> None:
+    engine = build_engine(str(model), groups, page_size=4)
+    requests = [Request(PROMPT * 4 + [11 + i], SamplingParams(8, n=3, seed=2), (0, i, 0)) for i in range(3)]
+    plain = build_engine(str(model), groups, page_size=4, share_prefixes=False).generate(requests)
+    first = engine.generate(requests)
+    assert (engine.counts.prefilled, engine.counts.reused) == (25 + 1 + 1, 2 * 24 + 3 * 2 * 25)
+    again = engine.generate(requests)
+    assert engine.counts.prefilled == 3
+    assert [r.token_ids for r in plain] == [r.token_ids for r in first] == [r.token_ids for r in again]
+    for a, b in zip(plain, again, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    engine.weights_version = 1
+    engine.generate(requests)
+    assert engine.counts.prefilled == 27
+
+
+def test_sequences_that_gave_way_are_continued_as_if_they_had_not(model: Path, groups: Any) -> None:
+    requests = [Request(PROMPT + [20 + i], SamplingParams(30, n=2, seed=3), (0, i, 0)) for i in range(4)]
+    roomy = build_engine(str(model), groups, max_sequences=8, page_size=4)
+    tight = build_engine(str(model), groups, max_sequences=8, page_size=4, pages=24)
+    expected, results = roomy.generate(requests), tight.generate(requests)
+    assert roomy.counts.preempted == 0 and tight.counts.preempted >= 3
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    for a, b in zip(results, expected, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    assert tight.pool.available == 24
+
+
+def test_a_request_can_be_aborted_from_a_callback(engine: Any) -> None:
+    requests = [Request(PROMPT, SamplingParams(12, n=2), request_id=name) for name in ("keep", "cut", "late", "wait")]
+    whole = engine.generate(requests)
+    seen: list[str] = []
+
+    def step(progress: Progress) -> None:
+        if progress.tokens == 12:  # the four slots hold "keep" and "cut"; the others wait
+            engine.abort("cut")
+            engine.abort("wait")
+            engine.abort("unknown")
+
+    results = engine.generate(requests, lambda r: seen.append(r.request_id), step)
+    assert [r.finish_reason for r in results] == ["length"] * 2 + ["abort"] * 2 + ["length"] * 2 + ["abort"] * 2
+    assert [len(r.token_ids) for r in results] == [12, 12, 3, 3, 12, 12, 0, 0]
+    assert all(w.token_ids[: len(r.token_ids)] == r.token_ids for w, r in zip(whole, results))
+    assert sorted(seen) == sorted(r.request_id for r in results) and engine.pool.available == engine.pool.pages
+
+
+def test_two_requests_of_one_name_are_refused(engine: Any) -> None:
+    with pytest.raises(GenerationError, match="request 1 .*'a' was given twice"):
+        engine.generate([Request(PROMPT, GREEDY, request_id="a")] * 2)
