@@ -22,6 +22,7 @@ class SamplingParams:
         top_p: draw from the smallest set of most probable tokens that holds this much probability; 1 is no filter.
         top_k: draw from the k most probable tokens; 0 is no filter. Applied before ``top_p``, which sees what top-k
             left, renormalised (the order of Hugging Face and vLLM).
+        min_p: draw from tokens of at least this times the probability of the most probable one; 0 is no filter.
         stop_token_ids: drawing one of these ends the sequence; the token is part of the result.
         n: samples of the prompt; sample i draws the noise of ``(step, prompt_id, sample_id + i)``.
         seed: the run's seed.
@@ -31,6 +32,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     seed: int = 0
@@ -41,6 +43,7 @@ class SamplingParams:
             ("temperature", 0.0 <= self.temperature < math.inf, "0 (greedy) or a positive number"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]; 1 turns it off"),
             ("top_k", self.top_k >= 0, "0 (off) or a positive number"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]; 0 turns it off"),
             ("n", self.n >= 1, "1 or more"),
             ("seed", -_INT64 <= self.seed < _INT64, "a 64-bit integer"),
         ):
@@ -72,6 +75,9 @@ class Result:
         token_ids: the tokens drawn, a stop token included.
         logprobs: of each token under softmax(logits / temperature) over the true vocabulary, before top-k and top-p;
             temperature 1 where sampling is greedy. The trainer recomputes exactly this number.
+        sampled_logprobs: of each token under the distribution that it was drawn from: temperature, then the filters,
+            renormalised. 0 where sampling is greedy.
+        plain_logprobs: of each token under softmax(logits), temperature 1, no filters.
         finish_reason: ``"stop"`` after a stop token, ``"abort"`` when it was aborted, otherwise ``"length"``.
         small_margins: draws whose two best candidates were within 1e-5 of each other, so that the last bit of a logit
             (another batch, another number of ranks) could have changed them.
@@ -82,6 +88,8 @@ class Result:
     request_index: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    sampled_logprobs: list[float] = field(default_factory=list)
+    plain_logprobs: list[float] = field(default_factory=list)
     finish_reason: str = "length"
     small_margins: int = 0
     sample_index: int = 0

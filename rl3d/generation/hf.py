@@ -12,7 +12,7 @@ import torch
 
 from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Progress, Request, Result
 from rl3d.generation.sampler import Sampler, SamplingBatch
-from rl3d.generation.scheduler import RunningSequence, expand
+from rl3d.generation.scheduler import RunningSequence, expand, sampling_columns
 
 
 class HFGenerator:
@@ -84,24 +84,16 @@ class _Drawer:
 
     def __init__(self, sampler: Sampler, batch: list[RunningSequence], device: torch.device) -> None:
         self.sampler, self.batch = sampler, batch
-        params = [s.params for s in batch]
-        self.sampling = SamplingBatch.build(
-            [s.noise_key for s in batch],
-            [p.temperature for p in params],
-            [p.top_p for p in params],
-            [p.top_k for p in params],
-            device,
-        )
+        self.sampling = SamplingBatch.build(**sampling_columns(batch), device=device)
         self.positions = torch.tensor([len(s.prompt) for s in batch], device=device)
         self.done = [False] * len(batch)
 
     def draw(self, input_ids: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
         drawn = self.sampler.draw(logits_BV, self.sampling, self.positions)
         self.positions += 1
-        packed = torch.stack([drawn.tokens.double(), drawn.logprobs.double(), drawn.close.double()]).tolist()
-        for row, (token, logprob, close) in enumerate(zip(*packed, strict=True)):
+        for row, values in enumerate(drawn.to_host()):
             if not self.done[row]:
-                self.done[row] = self.batch[row].accept(int(token), logprob, bool(close))
+                self.done[row] = self.batch[row].accept(*values)
         return torch.full_like(logits_BV, float("-inf")).scatter_(1, drawn.tokens[:, None], 0.0)
 
     def ended(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from rl3d.generation.engine import OnFinish, OnStep, Progress, Request, Result
 from rl3d.generation.kv_cache import KVCache
 from rl3d.generation.pages import SCRATCH, PagePool
 from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
-from rl3d.generation.scheduler import Chunk, Counts, RunningSequence, Scheduler, expand
+from rl3d.generation.scheduler import Chunk, Counts, RunningSequence, Scheduler, expand, sampling_columns
 
 _PAGE = {"cpu": 16, "cuda": 32}
 _ABORT_EVERY = 8  # steps between the ranks of a replica telling each other what to abort
@@ -224,7 +224,9 @@ class MegatronGenerator:
         sequences, prompt_of = scheduler.start_decoding(chunks)
         logits = logits.index_select(0, torch.tensor(prompt_of, device=self.device))
         positions = torch.tensor([s.length for s in sequences], device=self.device)
-        return sequences, self.sampler.draw(logits, sampling_batch(sequences, self.device), positions)
+        return sequences, self.sampler.draw(
+            logits, SamplingBatch.build(**sampling_columns(sequences), device=self.device), positions
+        )
 
     def _make_room(self, scheduler: Scheduler, state: "DecodeState | None") -> "DecodeState":
         """Pages for one more token of every running sequence, and the batch of those that have one."""
@@ -249,15 +251,14 @@ class MegatronGenerator:
 
     def _accept(self, sequences: Sequence[RunningSequence], draw: Draw) -> list[RunningSequence]:
         """Give each sequence the token drawn for it; those that ended with it."""
-        packed = torch.stack([draw.tokens.double(), draw.logprobs.double(), draw.close.double()])
         ended = []
-        for sequence, token, logprob, close in zip(sequences, *packed.tolist(), strict=True):
-            if logprob != logprob:
+        for sequence, row in zip(sequences, draw.to_host(), strict=True):
+            if any(x != x for x in row):
                 raise FloatingPointError(
                     f"request {sequence.result.request_index}: the model returned logits that are not numbers at "
                     f"position {sequence.length} (weights version {self.weights_version}); check the weights"
                 )
-            if sequence.accept(int(token), logprob, bool(close)):
+            if sequence.accept(*row):
                 ended.append(sequence)
         return ended
 
@@ -302,20 +303,8 @@ class DecodeState:
     def __init__(self, running: list[RunningSequence], membership: int, min_rows: int, device: torch.device) -> None:
         self.rows, self.membership = len(running), membership
         padding = [0] * (min_rows - self.rows)
-        self.sampling = sampling_batch(running, device)
+        self.sampling = SamplingBatch.build(**sampling_columns(running), device=device)
         self.tokens = torch.tensor([s.result.token_ids[-1] for s in running] + padding, device=device)
         # position of the token that goes in, the newest one
         self.positions = torch.tensor([s.length - 1 for s in running] + padding, device=device)
         self.longest = max(s.length for s in running)
-
-
-def sampling_batch(sequences: Sequence[RunningSequence], device: torch.device) -> SamplingBatch:
-    """How to draw for each of the sequences."""
-    params = [s.params for s in sequences]
-    return SamplingBatch.build(
-        [s.noise_key for s in sequences],
-        [p.temperature for p in params],
-        [p.top_p for p in params],
-        [p.top_k for p in params],
-        device,
-    )

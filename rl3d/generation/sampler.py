@@ -1,7 +1,7 @@
 """Drawing tokens from vocabulary-sharded logits.
 
-Without top-k and top-p each rank looks only at its own slice of the vocabulary: a partial logsumexp and the two best
-perturbed logits cross the tensor-parallel group, five numbers a row. With a filter the whole row decides who may be
+Without filters each rank looks only at its own slice of the vocabulary: a partial logsumexp and the two best
+perturbed logits cross the tensor-parallel group, five to seven numbers a row. With a filter the whole row decides who may be
 drawn, so the logits are gathered first. All arithmetic on logits is fp32 whatever the model's dtype.
 
 Ranks end with the same bits, because they combine the same gathered numbers; no rank broadcasts a choice.
@@ -25,40 +25,56 @@ _NEG_INF = float("-inf")
 class SamplingBatch:
     """Sampling parameters of the rows of a batch, tensors [B] on the logits' device.
 
-    ``keys`` (int64) are the sequences' noise keys; ``top_k`` 0 and ``top_p`` 1 mean no filter; temperature 0 is
-    greedy. ``filtered`` and ``greedy`` say whether any row filters and whether all rows are greedy, so that the common
-    cases cost nothing.
+    ``keys`` (int64) are the sequences' noise keys; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 mean no filter; temperature
+    0 is greedy. ``filtered`` and ``greedy`` say whether any row filters and whether all rows are greedy, ``tempered``
+    whether any has a temperature other than 0 and 1, so that the common cases cost nothing.
     """
 
     keys: torch.Tensor
     temperature: torch.Tensor
     top_p: torch.Tensor
     top_k: torch.Tensor
+    min_p: torch.Tensor
     filtered: bool
     greedy: bool
+    tempered: bool
 
     @classmethod
-    def build(
-        cls, keys: list[int], temperature: list[float], top_p: list[float], top_k: list[int], device: torch.device
-    ) -> "SamplingBatch":
-        filtered = any(t > 0 and (p < 1 or k > 0) for t, p, k in zip(temperature, top_p, top_k, strict=True))
+    def build(cls, keys: list[int], temperature: list[float], top_p: list[float], top_k: list[int],
+              device: torch.device, min_p: list[float] | None = None) -> "SamplingBatch":  # fmt: skip
+        min_p = [0.0] * len(keys) if min_p is None else min_p
+        rows = zip(temperature, top_p, top_k, min_p, strict=True)
+        filtered = any(t > 0 and (p < 1 or k > 0 or m > 0) for t, p, k, m in rows)
         return cls(
             keys=torch.tensor(keys, dtype=torch.int64, device=device),
             temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
             top_p=torch.tensor(top_p, dtype=torch.float32, device=device),
             top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
+            min_p=torch.tensor(min_p, dtype=torch.float32, device=device),
             filtered=filtered,
             greedy=not any(t > 0 for t in temperature),
+            tempered=any(t not in (0, 1) for t in temperature),
         )
 
 
 @dataclass
 class Draw:
-    """Outcome of one step, all [B]: token ids (int64), log probabilities (fp32), margin below :data:`MARGIN` (bool)."""
+    """Outcome of one step, all [B]: token ids (int64), margin below :data:`MARGIN` (bool), log probabilities (fp32).
+
+    ``logprobs``, ``sampled`` and ``plain`` are a :class:`rl3d.generation.engine.Result`'s ``logprobs``,
+    ``sampled_logprobs`` and ``plain_logprobs``.
+    """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
     close: torch.Tensor
+    sampled: torch.Tensor
+    plain: torch.Tensor
+
+    def to_host(self) -> list[tuple[int, bool, float, float, float]]:
+        """Rows of (token, close, logprob, sampled, plain), in one transfer."""
+        packed = torch.stack([x.double() for x in (self.tokens, self.close, self.logprobs, self.sampled, self.plain)])
+        return [(int(t), bool(c), lp, s, p) for t, c, lp, s, p in zip(*packed.tolist(), strict=True)]
 
 
 class Sampler:
@@ -87,26 +103,29 @@ class Sampler:
         ``logits_BV``: this rank's slice of the padded vocabulary, any float dtype. ``positions_B``: index of the new
         token in its sequence (prompt included), so that a sequence that is cut off and continued draws the same noise.
 
-        The log probability returned is that of the drawn token under softmax(logits / temperature) over the true
-        vocabulary *before* top-k and top-p (temperature 1 where greedy): the number the trainer recomputes.
+        ``logprobs`` of the result are those of the drawn tokens under softmax(logits / temperature) over the true
+        vocabulary *before* the filters (temperature 1 where greedy): the number the trainer recomputes.
         """
         if batch.filtered:
             local, start, keys_V = self._gather(logits_BV)[:, : self.vocab_size], 0, self.all_keys_V
         else:
             local, start, keys_V = logits_BV[:, : self.valid], self.start, self.shard_keys_V
-        scaled = local.float()
+        scaled = plain = local.float()
         if not batch.greedy:
             scaled = scaled / torch.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
         perturbed = scaled if batch.greedy else self._perturb(scaled, batch, positions_B, keys_V)
         close = None
         if batch.filtered:
             perturbed, close = _filter(scaled, perturbed, batch)
-        parts = _partials(scaled, perturbed, start)
+        parts = _partials(scaled, perturbed, plain if batch.tempered else None, start)
+        if batch.filtered:
+            left = scaled.masked_fill(perturbed == _NEG_INF, _NEG_INF).logsumexp(-1, keepdim=True)
+            parts = torch.cat([parts, left.double()], 1)
         if self.tp > 1 and not batch.filtered:
-            parts = self._gather(parts[:, None])  # [B, tp, 5], ranks in rising order of vocabulary
+            parts = self._gather(parts[:, None])  # [B, tp, n], ranks in rising order of vocabulary
         else:
             parts = parts[:, None]
-        draw = _combine(parts)
+        draw = _combine(parts, batch)
         if close is not None:
             draw.close |= close
         return draw
@@ -128,35 +147,42 @@ class Sampler:
         return torch.cat(parts, 1)
 
 
-def _partials(scaled: torch.Tensor, perturbed: torch.Tensor, start: int) -> torch.Tensor:
-    """Per row: logsumexp, best perturbed logit, its global id, second best, the plain logit of the best. fp64 [B, 5].
-
-    fp64 so that a vocabulary id survives the trip.
+def _partials(scaled: torch.Tensor, perturbed: torch.Tensor, plain: torch.Tensor | None, start: int) -> torch.Tensor:
+    """Per row, fp64 [B, 5 or 7] so that a vocabulary id survives the trip: logsumexp, best perturbed logit, its global
+    id, second best, the scaled logit of the best; with ``plain`` also logsumexp and best's logit at temperature 1.
     """
     if scaled.shape[1] == 0:  # a shard of padding only
-        nothing = torch.full((scaled.shape[0], 5), _NEG_INF, dtype=torch.float64, device=scaled.device)
+        columns = 5 if plain is None else 7
+        nothing = torch.full((scaled.shape[0], columns), _NEG_INF, dtype=torch.float64, device=scaled.device)
         nothing[:, 2] = start
         return nothing
     index = perturbed.argmax(-1, keepdim=True)  # the first of equals: lowest id
     best = perturbed.gather(1, index)
-    logit = scaled.gather(1, index)
-    lse = scaled.logsumexp(-1, keepdim=True)
     second = perturbed.scatter(1, index, _NEG_INF).amax(-1, keepdim=True)
-    return torch.cat([x.double() for x in (lse, best, index + start, second, logit)], 1)
+    parts = [scaled.logsumexp(-1, keepdim=True), best, index + start, second, scaled.gather(1, index)]
+    if plain is not None:
+        parts += [plain.logsumexp(-1, keepdim=True), plain.gather(1, index)]
+    return torch.cat([x.double() for x in parts], 1)
 
 
-def _combine(parts: torch.Tensor) -> Draw:
-    """Join the partials of all shards, fp64 [B, shards, 5]."""
-    lse, best, ids, second, logit = parts.unbind(-1)
+def _combine(parts: torch.Tensor, batch: SamplingBatch) -> Draw:
+    """Join the partials of all shards, fp64 [B, shards, n]; a filter's logsumexp over what it left comes last."""
+    lse, best, ids, second, logit = parts[..., :5].unbind(-1)
     winner = best.argmax(-1, keepdim=True)  # shards rise with the vocabulary: ties go to the lowest id
     top = best.gather(1, winner)
     rival = torch.maximum(best.scatter(1, winner, _NEG_INF).amax(-1), second.gather(1, winner)[:, 0])
-    logprob = logit.gather(1, winner)[:, 0] - lse.logsumexp(-1)
-    return Draw(ids.gather(1, winner)[:, 0].long(), logprob.float(), top[:, 0] - rival < MARGIN)
+    logit = logit.gather(1, winner)[:, 0]
+    logprob = plain = sampled = (logit - lse.logsumexp(-1)).float()
+    if batch.tempered:
+        plain = (parts[..., 6].gather(1, winner)[:, 0] - parts[..., 5].logsumexp(-1)).float()
+    if batch.filtered:
+        sampled = (logit - parts[:, 0, -1]).float()
+    sampled = torch.where(batch.temperature > 0, sampled, 0.0)
+    return Draw(ids.gather(1, winner)[:, 0].long(), logprob, top[:, 0] - rival < MARGIN, sampled, plain)
 
 
 def _filter(scaled: torch.Tensor, perturbed: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mask what top-k, then top-p (on what top-k left, renormalised) exclude; entries that tie with the last stay.
+    """Mask what top-k, then top-p (on what top-k left, renormalised), then min-p exclude; ties with the last stay.
 
     Returns the masked perturbed logits and, per row, whether moving the nucleus by :data:`MARGIN` changes the draw.
     """
@@ -170,7 +196,7 @@ def _filter(scaled: torch.Tensor, perturbed: torch.Tensor, batch: SamplingBatch)
 
 
 def _thresholds(scaled: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Smallest logit that may be drawn, [B, 1] each, for top_p less the margin, top_p, and top_p plus the margin."""
+    """Smallest logit that may be drawn, [B, 1] each, for filters tighter by the margin, as they are, looser by it."""
     size = scaled.shape[1]
     off = batch.temperature <= 0
     top_k = torch.where((batch.top_k <= 0) | off, size, batch.top_k.clamp(max=size))[:, None]
@@ -197,4 +223,11 @@ def _thresholds(scaled: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tenso
         keep[:, 0] = True  # the most probable entry is never excluded
         return ranked.gather(1, keep.sum(-1, keepdim=True) - 1).masked_fill(unfiltered, _NEG_INF)
 
-    return threshold(top_p - MARGIN), threshold(top_p), threshold(top_p + MARGIN)
+    best = ranked[:, :1]
+    floor = torch.where(off[:, None], _NEG_INF, best + batch.min_p[:, None].log())
+    tight = torch.minimum(floor + MARGIN, best)
+    return (
+        torch.maximum(threshold(top_p - MARGIN), tight),
+        torch.maximum(threshold(top_p), floor),
+        torch.maximum(threshold(top_p + MARGIN), floor - MARGIN),
+    )

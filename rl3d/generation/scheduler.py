@@ -9,6 +9,7 @@ depends on nothing but its key and positions.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rl3d.generation.engine import Request, Result, SamplingParams
 from rl3d.generation.noise import sequence_key
@@ -49,11 +50,13 @@ class RunningSequence:
         """Prompt and response so far."""
         return self.prompt + self.result.token_ids
 
-    def accept(self, token: int, logprob: float, close: bool) -> bool:
-        """Take a drawn token; whether the sequence has ended with it."""
+    def accept(self, token: int, close: bool, logprob: float, sampled: float, plain: float) -> bool:
+        """Take a drawn token (a row of :meth:`rl3d.generation.sampler.Draw.to_host`); whether the sequence ends with it."""
         result = self.result
         result.token_ids.append(token)
         result.logprobs.append(logprob)
+        result.sampled_logprobs.append(sampled)
+        result.plain_logprobs.append(plain)
         result.small_margins += close
         if token in self.stops:
             result.finish_reason = "stop"
@@ -102,6 +105,13 @@ def expand(requests: Sequence[Request]) -> list[RunningSequence]:
             result = Result(index, sample_index=i, request_id=name)
             out.append(RunningSequence(request.prompt_ids, params, key, stops, result, order=len(out)))
     return out
+
+
+def sampling_columns(sequences: Sequence[RunningSequence]) -> dict[str, list[Any]]:
+    """The rows of a :class:`rl3d.generation.sampler.SamplingBatch` by column."""
+    params = [s.params for s in sequences]
+    columns = {name: [getattr(p, name) for p in params] for name in ("temperature", "top_p", "top_k", "min_p")}
+    return {"keys": [s.noise_key for s in sequences], **columns}
 
 
 class Scheduler:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rl3d.generation.noise import sequence_key
 from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
@@ -14,37 +14,42 @@ CPU = torch.device("cpu")
 VOCAB = 40
 
 
-def draw(logits: torch.Tensor, *, temperature: Any = 1.0, top_p: Any = 1.0, top_k: Any = 0, vocab: int | None = None,
-         keys: list[int] | None = None) -> Draw:  # fmt: skip
+def draw(logits: torch.Tensor, *, temperature: Any = 1.0, top_p: Any = 1.0, top_k: Any = 0, min_p: Any = 0.0,
+         vocab: int | None = None, keys: list[int] | None = None) -> Draw:  # fmt: skip
     rows, padded = logits.shape
 
     def each(value: Any) -> list[Any]:
         return list(value) if isinstance(value, list) else [value] * rows
 
     keys = keys or [sequence_key(0, 0, 0, i) for i in range(rows)]
-    batch = SamplingBatch.build(keys, each(temperature), each(top_p), each(top_k), CPU)
+    batch = SamplingBatch.build(keys, each(temperature), each(top_p), each(top_k), CPU, each(min_p))
     return Sampler(vocab or padded, padded, None, CPU).draw(logits, batch, torch.zeros(rows, dtype=torch.int64))
 
 
-def exact(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
+def exact(logits: torch.Tensor, temperature: float, top_p: float, top_k: int, min_p: float = 0.0) -> torch.Tensor:
     """The distribution that transformers would draw from, [V]."""
     warpers = LogitsProcessorList()
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
+    if min_p:
+        warpers.append(MinPLogitsWarper(min_p))
     return warpers(None, logits[None].double() / temperature).softmax(-1)[0]
 
 
-@pytest.mark.parametrize("temperature,top_p,top_k", [
-    (1.0, 1.0, 0), (0.7, 1.0, 0), (1.5, 1.0, 0), (1.0, 1.0, 5), (1.0, 0.8, 0), (1.3, 0.9, 12), (1.0, 0.3, 30),
-    (1.0, 0.05, 0), (1.0, 1.0, 1),
+@pytest.mark.parametrize("temperature,top_p,top_k,min_p", [
+    (1.0, 1.0, 0, 0), (0.7, 1.0, 0, 0), (1.5, 1.0, 0, 0), (1.0, 1.0, 5, 0), (1.0, 0.8, 0, 0), (1.3, 0.9, 12, 0),
+    (1.0, 0.3, 30, 0), (1.0, 0.05, 0, 0), (1.0, 1.0, 1, 0), (1.0, 1.0, 0, 0.1), (1.3, 0.95, 20, 0.05), (1.0, 0.9, 0, 1.0),
 ])  # fmt: skip
-def test_draws_follow_the_exact_distribution(temperature: float, top_p: float, top_k: int) -> None:
+def test_draws_follow_the_exact_distribution(temperature: float, top_p: float, top_k: int, min_p: float) -> None:
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 1.5
-    expected = exact(logits, temperature, top_p, top_k)
+    expected = exact(logits, temperature, top_p, top_k, min_p)
     count = 40_000
-    drawn = draw(logits.expand(count, -1), temperature=temperature, top_p=top_p, top_k=top_k)
+    drawn = draw(logits.expand(count, -1), temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    for given, wanted in ((drawn.sampled, expected), (drawn.plain, logits.double().softmax(-1)),
+                          (drawn.logprobs, (logits.double() / temperature).softmax(-1))):  # fmt: skip
+        torch.testing.assert_close(given.double(), wanted[drawn.tokens].log(), atol=1e-5, rtol=0)
     seen = torch.bincount(drawn.tokens, minlength=VOCAB).double()
     assert (seen[expected == 0] == 0).all()
     used = expected > 0
@@ -67,6 +72,7 @@ def test_logprobs_are_those_of_the_tempered_distribution_before_filters() -> Non
         assert only.tokens.tolist() == [0]
         assert only.logprobs.item() == pytest.approx(value, abs=5e-5)
     assert draw(logits, temperature=0.0).logprobs.item() == pytest.approx(-0.4076, abs=5e-5)
+    assert draw(logits, temperature=0.0).sampled.item() == 0.0
     assert draw(logits, temperature=1.0, top_p=0.1).logprobs.item() == pytest.approx(-0.4076, abs=5e-5)
 
 

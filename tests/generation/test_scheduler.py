@@ -11,6 +11,7 @@ from rl3d.generation.pages import PagePool, page_hashes
 from rl3d.generation.scheduler import RunningSequence, Scheduler, expand
 
 VOCAB = 50
+UNUSED = (False, 0.0, 0.0, 0.0)
 
 
 def next_token(tokens: list[int], key: int) -> int:
@@ -44,7 +45,7 @@ class Machine:
                     self.write(sequence, sequence.length - 1, [sequence.tokens[-1]])
             assert drawing or chunks
             assert len(scheduler.running) + len(scheduler.prefilling) <= scheduler.max_sequences
-            ended = [s for s in drawing if s.accept(next_token(self.read(s), s.noise_key), 0.0, False)]
+            ended = [s for s in drawing if s.accept(next_token(self.read(s), s.noise_key), *UNUSED)]
             scheduler.counts.drawn += len(drawing)
             scheduler.retire(ended)
             each_step(step)
@@ -65,7 +66,7 @@ def alone(request: Request) -> list[list[int]]:
     out = []
     for sequence in expand([request]):
         while sequence.params.max_new_tokens:
-            if sequence.accept(next_token(sequence.tokens, sequence.noise_key), 0.0, False):
+            if sequence.accept(next_token(sequence.tokens, sequence.noise_key), *UNUSED):
                 break
         out.append(sequence.result.token_ids)
     return out
@@ -114,7 +115,7 @@ def test_samples_of_a_prompt_compute_it_once_and_share_full_pages() -> None:
     assert scheduler.counts.prefilled == 10 and scheduler.counts.reused == 4 * 10
     assert {tuple(s.pages) for s in scheduler.running} == {tuple(scheduler.running[0].pages)}
     for sequence in scheduler.running:
-        sequence.accept(1, 0.0, False)
+        sequence.accept(1, *UNUSED)
     room = scheduler.plan_decode()
     assert len(room.copies) == 4  # the last of five keeps the original
     assert len({s.pages[2] for s in scheduler.running}) == 5 and len({tuple(s.pages[:2]) for s in scheduler.running}) == 1
