@@ -102,7 +102,7 @@ def hf_logprobs(model: Any, prompt: list[int], tokens: list[int], temperature: f
 @pytest.mark.parametrize("model", list(MODELS))
 def test_greedy_equals_transformers(answers: Any, references: Any, model: str) -> None:
     expected = [hf_greedy(references[model], r.prompt_ids, r.params.max_new_tokens) for r in GREEDY]
-    assert len({token for tokens in expected for token in tokens}) > 30  # the model does not just repeat
+    assert len({token for tokens in expected for token in tokens}) > 20  # the model does not just repeat
     for name, tp, engine in GREEDY_RUNS:
         if name == model:
             results = answers["greedy", model, tp, engine]

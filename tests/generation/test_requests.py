@@ -257,7 +257,7 @@ def test_logits_that_are_not_numbers_are_an_error(model: Path, groups: Any) -> N
 
 
 def test_prefixes_are_found_again_until_the_weights_change(model: Path, groups: Any) -> None:
-    engine = build_engine(str(model), groups, page_size=4)
+    engine = build_engine(str(model), groups, page_size=4, max_sequences=9)
     requests = [Request(PROMPT * 4 + [11 + i], SamplingParams(8, n=3, seed=2), (0, i, 0)) for i in range(3)]
     plain = build_engine(str(model), groups, page_size=4, share_prefixes=False).generate(requests)
     first = engine.generate(requests)
