@@ -14,7 +14,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from rl3d.generation.kv_cache import KVCache
 from rl3d.generation.scheduler import Chunk
-from rl3d.kernels import rotary
+from rl3d.kernels import paged_decode, rotary
+from rl3d.kernels.backend import use_triton
 from rl3d.models.layers import has_varlen_attention, varlen_attention
 
 _WINDOW_STEP = 32  # decode windows grow in such steps, so that a batch's neighbours seldom change a row's reductions
@@ -91,6 +92,7 @@ class GenerationContext(BaseInferenceContext):
         self._table, positions_B = table[:batch, :columns], positions_T[:batch]
         page_B = table[:batch].gather(1, (positions_B // size)[:, None])[:, 0]
         self._write_rows = page_B.long() * size + positions_B % size
+        self._lengths_B = (positions_B + 1).int()
         window = torch.arange(columns * size, device=positions_T.device)
         self._mask = (window <= positions_B[:, None])[:, None, None]
 
@@ -127,8 +129,12 @@ class GenerationContext(BaseInferenceContext):
     def _attend_decode(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        keys, values = self.cache.read(layer, self._table)
         batch, heads, size = query.shape
+        if use_triton(query):
+            scale = size**-0.5 if scale is None else scale
+            pools = self.cache.pools(layer)
+            return paged_decode(query.contiguous(), *pools, self._table, self._lengths_B, scale).flatten(1)
+        keys, values = self.cache.read(layer, self._table)
         # The query heads that share a key/value head ride in the sequence dimension: nothing is repeated.
         grouped = query.view(batch, key.shape[1], -1, size)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask, scale=scale)
