@@ -248,6 +248,9 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0, description="Softmax temperature; log-probabilities are taken at it.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; 1 turns it off.")
     top_k: int = Field(default=0, ge=0, description="Sample among the k likeliest tokens; 0 turns it off.")
+    min_p: float = Field(
+        default=0.0, ge=0, le=1, description="Sample among tokens at least this times as likely as the likeliest; 0: off."
+    )
     stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
     stop_token_ids: list[int] = Field(
         default_factory=list, description="Token ids that end a response, beside the model's own."
@@ -255,7 +258,12 @@ class RolloutConfig(Section):
     max_sequences: PositiveInt = Field(default=64, description="Sequences decoded together on one replica.")
     max_batch_tokens: PositiveInt = Field(
         default=8192,
-        description="Prompt tokens in one prefill batch on one replica.",
+        description="Prompt tokens in one prefill batch on one replica; a longer prompt takes several.",
+    )
+    cache_strategy: Literal["adaptive", "full", "lightweight"] = Field(
+        default="adaptive",
+        description="Key/value cache. adaptive: what a batch needs, freed for training; full: the most there can be, kept; "
+        "lightweight: a quarter of what a batch needs, freed after it, more recomputation.",
     )
     seed: int | None = Field(default=None, description="Seed of the sampling noise; null: trainer.seed.")
 

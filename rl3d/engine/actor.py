@@ -74,6 +74,7 @@ class Actor:
         max_sequence_length: longest prompt + response, in tokens; by default the model's own limit, 2,048 at most.
         max_sequences: sequences decoded at once on one replica.
         max_prefill_tokens: prompt tokens in one prefill batch.
+        cache_strategy: of the key/value cache: ``"adaptive"``, ``"full"`` or ``"lightweight"`` (rl3d.generation.sizing).
         staging_mib: cap on the staging memory of a switch, MiB per direction.
         verify: compare fingerprints of every parameter after each switch.
         training_copy: ``"keep"``, or ``"drop"`` to give the training weights' memory back during generation.
@@ -99,10 +100,11 @@ class Actor:
                  gen: str | GenLayout = "tp1", order: str = "auto", dtype: str | torch.dtype = "auto",
                  device: str = "auto", use_flash_attention: bool = True, algorithm: PPOConfig | None = None,
                  max_sequence_length: int | None = None, max_sequences: int = 64, max_prefill_tokens: int = 8192,
-                 staging_mib: int = 48, verify: bool = False, training_copy: str = "keep", sequence_parallel: bool = False,
-                 recompute: str = "none", offload: str = "none", reference: bool | None = None,
-                 reference_residency: str = "device", deepspeed: Mapping[str, Any] | None = None,
-                 megatron: Mapping[str, Any] | None = None, seed: int = 0, timeout_s: float = 600):  # fmt: skip
+                 cache_strategy: str = "adaptive", staging_mib: int = 48, verify: bool = False, training_copy: str = "keep",
+                 sequence_parallel: bool = False, recompute: str = "none", offload: str = "none",
+                 reference: bool | None = None, reference_residency: str = "device",
+                 deepspeed: Mapping[str, Any] | None = None, megatron: Mapping[str, Any] | None = None, seed: int = 0,
+                 timeout_s: float = 600):  # fmt: skip
         deepspeed, megatron = dict(deepspeed or {}), dict(megatron or {})
         problems = passthrough_problems("deepspeed", deepspeed) + passthrough_problems("megatron", megatron)
         if problems:
@@ -128,8 +130,7 @@ class Actor:
             order=None if order == "auto" else tuple(order.split("-")),  # type: ignore[arg-type]
             dtype=_dtype(dtype, self.runtime.device),
             max_sequence_length=max_sequence_length,
-            max_sequences=max_sequences,
-            max_prefill_tokens=max_prefill_tokens,
+            max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, cache_strategy=cache_strategy,
             staging_bytes=staging_mib << 20,
             verify=verify,
             training_copy=training_copy,
@@ -140,9 +141,8 @@ class Actor:
             reference_residency=reference_residency,
             algorithm=self.algorithm,
             use_flash_attention=use_flash_attention,
-            deepspeed=deepspeed,
-            megatron=megatron,
-        )
+            deepspeed=deepspeed, megatron=megatron,
+        )  # fmt: skip
         self.seed = seed
         self.parts = assemble(self.source.directory, self.settings, self.runtime)
         self.hybrid = self.parts.hybrid
@@ -236,7 +236,7 @@ class Actor:
     def _params(self, max_new_tokens: int, temperature: float, top_p: float, top_k: int,
                 stop: Sequence[int] | None) -> SamplingParams:  # fmt: skip
         ids = self.source.stop_token_ids if stop is None else tuple(stop)
-        return SamplingParams(max_new_tokens, temperature, top_p, top_k, ids, seed=self.seed)
+        return SamplingParams(max_new_tokens, temperature, top_p, top_k, stop_token_ids=ids, seed=self.seed)
 
     def _sample_batch(self, input_ids: Tensor, attention_mask: Tensor | None,
                       params: SamplingParams) -> tuple[RolloutOutput, list[list[int]]]:  # fmt: skip

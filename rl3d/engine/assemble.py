@@ -45,6 +45,7 @@ class ActorSettings:
     max_sequence_length: int = 2048
     max_sequences: int = 64
     max_prefill_tokens: int = 8192
+    cache_strategy: str = "adaptive"
     staging_bytes: int = 48 << 20
     verify: bool = False
     training_copy: str = "keep"
@@ -149,7 +150,7 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
         generator = MegatronGenerator(
             gen_model, gen_groups.tp, arch.vocab_size, max_sequences=settings.max_sequences,
             max_sequence_length=settings.max_sequence_length, device=device, dtype=dtype,
-            max_prefill_tokens=settings.max_prefill_tokens,
+            max_prefill_tokens=settings.max_prefill_tokens, cache_strategy=settings.cache_strategy,
         )  # fmt: skip
     hybrid = HybridEngine(
         engine, generator, gen_weights, specs=specs, source=source, target=target, group=move_group, rank=runtime.rank,

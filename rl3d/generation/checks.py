@@ -8,10 +8,9 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from rl3d.generation.engine import GenerationError, Request
-from rl3d.generation.pages import PagePool
 
 
-def check_requests(requests: Sequence[Request], vocab_size: int, longest: int, pool: PagePool) -> None:
+def check_requests(requests: Sequence[Request], vocab_size: int, longest: int, page_size: int, pages: int | None) -> None:
     """Raise GenerationError for a request that can never be served; the message names it, the value and the limit."""
     names: set[str] = set()
     for index, request in enumerate(requests):
@@ -34,10 +33,10 @@ def check_requests(requests: Sequence[Request], vocab_size: int, longest: int, p
                 f"{name}: prompt of {len(prompt)} tokens + max_new_tokens {params.max_new_tokens} = {need} exceeds "
                 f"max_sequence_length {longest}; shorten the prompt, lower max_new_tokens or raise the limit"
             )
-        if pool.pages_for(need) > pool.pages:
+        if pages is not None and -(-need // page_size) > pages:
             raise GenerationError(
                 f"{name}: prompt of {len(prompt)} tokens + max_new_tokens {params.max_new_tokens} needs "
-                f"{pool.pages_for(need)} pages of {pool.page_size} tokens, the pool has {pool.pages}; enlarge the pool"
+                f"{-(-need // page_size)} pages of {page_size} tokens, the pool has {pages}; enlarge the pool"
             )
 
 

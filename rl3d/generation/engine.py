@@ -22,20 +22,20 @@ class SamplingParams:
         top_p: draw from the smallest set of most probable tokens that holds this much probability; 1 is no filter.
         top_k: draw from the k most probable tokens; 0 is no filter. Applied before ``top_p``, which sees what top-k
             left, renormalised (the order of Hugging Face and vLLM).
-        min_p: draw from tokens of at least this times the probability of the most probable one; 0 is no filter.
         stop_token_ids: drawing one of these ends the sequence; the token is part of the result.
         n: samples of the prompt; sample i draws the noise of ``(step, prompt_id, sample_id + i)``.
         seed: the run's seed.
+        min_p: draw from tokens of at least this times the probability of the most probable one; 0 is no filter.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     seed: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         for name, good, expected in (

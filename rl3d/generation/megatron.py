@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
@@ -11,11 +10,13 @@ from megatron.core.models.gpt import GPTModel
 from rl3d.generation.body import CPU_MIN_ROWS, Body, make_body
 from rl3d.generation.checks import check_agreement, check_limits, check_requests
 from rl3d.generation.context import GenerationContext
-from rl3d.generation.engine import OnFinish, OnStep, Progress, Request, Result
+from rl3d.generation.decode import BlockTable, DecodeState
+from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Progress, Request, Result
 from rl3d.generation.kv_cache import KVCache
-from rl3d.generation.pages import SCRATCH, PagePool
+from rl3d.generation.pages import PagePool
 from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
 from rl3d.generation.scheduler import Chunk, Counts, RunningSequence, Scheduler, expand, sampling_columns
+from rl3d.generation.sizing import STRATEGIES, affordable_pages, wanted_pages
 
 _PAGE = {"cpu": 16, "cuda": 32}
 _ABORT_EVERY = 8  # steps between the ranks of a replica telling each other what to abort
@@ -36,8 +37,9 @@ class MegatronGenerator:
         max_sequences: sequences that run at once; more wait.
         max_sequence_length: most tokens of a sequence, prompt and response together.
         page_size: tokens a page of the cache.
-        pages: pages of the pool; by default ``max_sequences`` of the longest sequences fit. With fewer, sequences give
-            way to older ones and are computed again.
+        cache_strategy: how large the pool is and how long it lives, see :mod:`rl3d.generation.sizing`. When there are
+            fewer pages than sequences want, they give way to older ones and are computed again.
+        pages: pages of the pool, for a fixed number of them.
         max_prefill_tokens: prompt tokens computed in one forward pass; longer prompts take several.
         share_prefixes: use the pages of prompts seen before again, within one version of the weights.
         body: forward pass, see :func:`rl3d.generation.body.make_body`.
@@ -59,6 +61,7 @@ class MegatronGenerator:
         device: torch.device | str,
         dtype: torch.dtype,
         page_size: int | None = None,
+        cache_strategy: str = "adaptive",
         pages: int | None = None,
         max_prefill_tokens: int = 2048,
         share_prefixes: bool = True,
@@ -68,13 +71,16 @@ class MegatronGenerator:
         self.group = tp_group if tp_group is not None and tp_group.size() > 1 else None
         self.vocab_size = vocab_size
         check_limits(model, max_sequences, max_sequence_length, page_size, pages, max_prefill_tokens)
+        if cache_strategy not in STRATEGIES:
+            raise ValueError(f"generator: cache_strategy = {cache_strategy!r}, expected one of {', '.join(STRATEGIES)}")
+        self.cache_strategy, self._fixed_pages = cache_strategy, pages
         self.max_sequences, self.max_sequence_length = max_sequences, max_sequence_length
         self.max_prefill_tokens, self.share_prefixes = max_prefill_tokens, share_prefixes
         self.min_rows = CPU_MIN_ROWS if self.device.type == "cpu" else 1
         attention = model.decoder.layers[0].self_attention
         page_size = page_size or _PAGE.get(self.device.type, 32)
         columns = -(-max_sequence_length // page_size)
-        self.pool = PagePool(max_sequences * columns if pages is None else pages, page_size)
+        self.pool = PagePool(pages or 0, page_size)
         self.cache = KVCache(
             len(model.decoder.layers),
             attention.num_query_groups_per_partition,
@@ -91,6 +97,7 @@ class MegatronGenerator:
         self.weights_version: int | None = None
         self.expected_version: int | None = None
         self.counts = Counts()
+        self._last_needs: list[int] = []
         self._pages_version: int | None = None  # of the weights that the kept pages were computed with
         self._aborted: set[str] = set()
         self._abort_lock = threading.Lock()
@@ -103,13 +110,44 @@ class MegatronGenerator:
         return self.cache.nbytes
 
     def allocate_cache(self) -> int:
-        """Allocate the cache (``generate`` does when needed); returns the bytes newly allocated."""
-        return self.cache.allocate()
+        """Allocate the cache as far as it is known what will be needed; returns the bytes newly allocated.
+
+        With ``full`` that is all of it, otherwise what the last batch took. Collective over the replica.
+        """
+        return self._provide(self._last_needs)
 
     def release_cache(self) -> int:
-        """Free the cache, for example while training; returns the bytes freed."""
-        self.pool.reset()
+        """Free the cache while training (with ``full`` it stays, and its contents are forgotten); the bytes freed."""
+        if self.cache_strategy == "full" and self._fixed_pages is None:
+            self.pool.forget()
+            return 0
+        return self._drop()
+
+    def _drop(self) -> int:
+        self.pool.reset(self._fixed_pages or 0)
         return self.cache.deallocate()
+
+    def _provide(self, needs: Sequence[int]) -> int:
+        """Have a pool for sequences of so many tokens; returns the bytes newly allocated."""
+        pages = self._fixed_pages
+        if pages is None:
+            pages = wanted_pages(
+                self.cache_strategy, needs, self.pool.page_size, self.max_sequences, self.max_sequence_length
+            )
+            if self.cache.nbytes and pages <= self.pool.pages:
+                return 0
+            self.cache.deallocate()  # before looking at what is free
+            affordable = affordable_pages(self.cache.page_bytes, self.device, self.group)
+            pages = pages if affordable is None else min(pages, affordable - 1)  # one page is scratch
+            least = self.pool.pages_for(max(needs, default=0))
+            if pages < least:
+                raise GenerationError(
+                    f"the key/value cache gets {max(pages, 0)} pages of {self.pool.page_size} tokens from the free memory "
+                    f"of {self.device}, the longest sequence needs {least}; free memory, shorten max_new_tokens or raise tp"
+                )
+            self.pool.reset(pages)
+        self.cache.pages = pages
+        return self.cache.allocate() if pages else 0
 
     # ---- generation
 
@@ -128,7 +166,7 @@ class MegatronGenerator:
             FloatingPointError: the model returned logits that are not numbers.
         """
         self._check_weights()
-        check_requests(requests, self.vocab_size, self.max_sequence_length, self.pool)
+        check_requests(requests, self.vocab_size, self.max_sequence_length, self.pool.page_size, self._fixed_pages)
         check_agreement(requests, self.group, self.device)
         sequences = expand(requests)
         finished = 0
@@ -151,7 +189,9 @@ class MegatronGenerator:
         if self._pages_version != self.weights_version:
             self.pool.forget()
             self._pages_version = self.weights_version
-        self.cache.allocate()
+        self._last_needs = [len(s.prompt) + s.params.max_new_tokens for s in scheduler.waiting]
+        if self._last_needs:
+            self._provide(self._last_needs)
         state: DecodeState | None = None
         step = 0
         try:
@@ -178,6 +218,8 @@ class MegatronGenerator:
             if scheduler.unfinished:  # it did not end well: pages may have been published and not computed
                 scheduler.release_all()
                 self.pool.forget()
+            if self.cache_strategy == "lightweight":
+                self._drop()
         return [s.result for s in sequences]
 
     def abort(self, request_id: str) -> None:
@@ -228,7 +270,7 @@ class MegatronGenerator:
             logits, SamplingBatch.build(**sampling_columns(sequences), device=self.device), positions
         )
 
-    def _make_room(self, scheduler: Scheduler, state: "DecodeState | None") -> "DecodeState":
+    def _make_room(self, scheduler: Scheduler, state: DecodeState | None) -> DecodeState:
         """Pages for one more token of every running sequence, and the batch of those that have one."""
         plan = scheduler.plan_decode()
         self.cache.copy_pages(plan.copies)
@@ -239,7 +281,7 @@ class MegatronGenerator:
             self.table.update(plan.grown)
         return state
 
-    def _decode(self, state: "DecodeState") -> Draw:
+    def _decode(self, state: DecodeState) -> Draw:
         """One token for every running sequence."""
         self.context.plan_decode(state.positions, self.table.tensor, state.rows, state.longest)
         logits = self.body.forward(state.tokens, None)[: state.rows]
@@ -272,39 +314,3 @@ class MegatronGenerator:
                 f"generation weights have version {self.weights_version}, expected {self.expected_version}; "
                 f"move the trained weights first (switch_to_generation)"
             )
-
-
-class BlockTable:
-    """Which pages the rows of the decode batch hold, int32 [rows, columns]; the device's copy keeps its address."""
-
-    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        self._host = np.full((rows, columns), SCRATCH, dtype=np.int32)
-        shared = torch.from_numpy(self._host)
-        self.tensor = shared if device.type == "cpu" else shared.to(device)
-
-    def fill(self, sequences: Sequence[RunningSequence]) -> None:
-        """Write the rows of a new batch."""
-        for row, sequence in enumerate(sequences):
-            sequence.row = row
-            self._host[row, len(sequence.pages) :] = SCRATCH
-        self.update(sequences)
-
-    def update(self, sequences: Sequence[RunningSequence]) -> None:
-        """Write the rows of sequences of the batch whose pages changed."""
-        for sequence in sequences:
-            self._host[sequence.row, : len(sequence.pages)] = sequence.pages
-        if sequences and self.tensor.device.type != "cpu":
-            self.tensor.copy_(torch.from_numpy(self._host))
-
-
-class DecodeState:
-    """Tensors of a decode batch; rebuilt when its membership changes, otherwise they stay on the device."""
-
-    def __init__(self, running: list[RunningSequence], membership: int, min_rows: int, device: torch.device) -> None:
-        self.rows, self.membership = len(running), membership
-        padding = [0] * (min_rows - self.rows)
-        self.sampling = SamplingBatch.build(**sampling_columns(running), device=device)
-        self.tokens = torch.tensor([s.result.token_ids[-1] for s in running] + padding, device=device)
-        # position of the token that goes in, the newest one
-        self.positions = torch.tensor([s.length - 1 for s in running] + padding, device=device)
-        self.longest = max(s.length for s in running)

@@ -28,11 +28,12 @@ class PagePool:
     """Page numbers ``1 .. pages``; page 0 is :data:`SCRATCH`."""
 
     def __init__(self, pages: int, page_size: int) -> None:
-        self.pages, self.page_size = pages, page_size
-        self.reset()
+        self.page_size = page_size
+        self.reset(pages)
 
-    def reset(self) -> None:
-        """Forget all sequences and all contents."""
+    def reset(self, pages: int) -> None:
+        """Start over with so many pages: all sequences and all contents are forgotten."""
+        self.pages = pages
         self._free = list(range(self.pages, SCRATCH, -1))
         self._holders = [0] * (self.pages + 1)
         self._hash_of: dict[int, bytes] = {}

@@ -65,7 +65,9 @@ def sampling_flow(ctx: StepContext, out: "queue.Queue[Sample | None]") -> None:
     share = ctx.actor.replica_share(len(ctx.prompts))
     prompts = [ctx.prompts[i] for i in share]
     r = ctx.rollout
-    params = SamplingParams(r.max_new_tokens, r.temperature, r.top_p, r.top_k, ctx.stop_token_ids, n=r.n, seed=ctx.seed)
+    params = SamplingParams(
+        r.max_new_tokens, r.temperature, r.top_p, r.top_k, ctx.stop_token_ids, n=r.n, seed=ctx.seed, min_p=r.min_p
+    )
     # the place in the batch, not in the data: one batch may hold the last prompts of an epoch and the first of the next
     requests = [Request(ctx.prompts[i].token_ids, params, (ctx.step, i, 0)) for i in share]
     close_calls = 0

@@ -174,26 +174,47 @@ def test_a_continued_sequence_draws_what_it_would_have_drawn(engine: Any) -> Non
     assert whole[6:] == rest
 
 
-def test_the_cache_can_be_released_and_comes_back(engine: Any) -> None:
-    before = engine.generate([Request(PROMPT, GREEDY)])[0].token_ids
-    size = engine.cache_bytes
-    assert size == 3 * 2 * (4 * MAX_LENGTH + 16) * 4 * 8 * 4  # layers, k and v, tokens and a scratch page, heads, dim, fp32
-    assert engine.release_cache() == size and engine.cache_bytes == 0 and engine.release_cache() == 0
-    assert engine.allocate_cache() == size and engine.allocate_cache() == 0
+PAGE_BYTES = 3 * 2 * 16 * 4 * 8 * 4  # layers, keys and values, tokens, heads, dim, fp32
+
+
+def test_the_cache_has_the_size_of_the_batch_and_can_be_released(model: Path, groups: Any) -> None:
+    engine = build_engine(str(model), groups)
+    assert engine.allocate_cache() == 0 == engine.cache_bytes  # nothing is known of what will come
+    before = engine.generate([Request(PROMPT, GREEDY)])[0].token_ids  # 26 tokens, two pages and scratch
+    assert engine.cache_bytes == 3 * PAGE_BYTES
+    engine.generate([Request(PROMPT, SamplingParams(4, n=9))])  # four slots of one page
+    assert engine.cache_bytes == 5 * PAGE_BYTES
+    assert engine.release_cache() == 5 * PAGE_BYTES and engine.cache_bytes == 0 and engine.release_cache() == 0
+    assert engine.allocate_cache() == 5 * PAGE_BYTES and engine.allocate_cache() == 0
     engine.release_cache()
     assert engine.generate([Request(PROMPT, GREEDY)])[0].token_ids == before
 
 
+def test_cache_strategies_differ_in_memory_and_not_in_results(model: Path, groups: Any) -> None:
+    requests = [Request(PROMPT, SamplingParams(40, n=2, seed=4), (0, i, 0)) for i in range(3)]
+    full, light, usual = (build_engine(str(model), groups, cache_strategy=s) for s in ("full", "lightweight", "adaptive"))
+    assert full.allocate_cache() == (4 * MAX_LENGTH // 16 + 1) * PAGE_BYTES
+    during: list[int] = []
+    tokens = [[r.token_ids for r in engine.generate(requests)] for engine in (full, usual)]
+    results = light.generate(requests, on_step=lambda _: during.append(light.cache_bytes))
+    assert tokens[0] == tokens[1] == [r.token_ids for r in results]
+    # 46 tokens take three pages; four slots twelve, a quarter of that three
+    assert usual.cache_bytes == 13 * PAGE_BYTES and set(during) == {4 * PAGE_BYTES} and light.counts.preempted > 0
+    assert (full.release_cache(), light.release_cache(), usual.release_cache()) == (0, 0, 13 * PAGE_BYTES)
+    assert light.cache_bytes == 0 and full.cache_bytes == 25 * PAGE_BYTES
+    with pytest.raises(ValueError, match="cache_strategy = 'most', expected one of full"):
+        build_engine(str(model), groups, cache_strategy="most")
+
+
 def test_pages_are_returned_even_when_a_callback_fails(model: Path, groups: Any) -> None:
     engine = build_engine(str(model), groups, page_size=8)
-    free = engine.pool.available
 
     def fail(_: Result) -> None:
         raise KeyError("reward")
 
     with pytest.raises(KeyError):
         engine.generate([Request([3 + i], SamplingParams(2 + i)) for i in range(6)], fail)
-    assert engine.pool.available == free
+    assert engine.pool.available == engine.pool.pages > 0
 
 
 def test_the_body_can_be_chosen(model: Path, groups: Any, engine: Any) -> None:
