@@ -6,6 +6,8 @@ from rl3d.layout import GenLayout
 from rl3d.models import Architecture
 
 FP32 = 4
+PAGE_SIZE = {"cpu": 16, "cuda": 32}
+"""Tokens of a page of the key/value cache, where nothing else is asked for."""
 _DRAW = 28  # bytes for each logit: three int64 of the noise's hash, the scaled logit
 
 
@@ -15,8 +17,9 @@ def generation_weights(arch: Architecture, padded_vocab: int, gen: GenLayout, se
 
 
 def cache_bytes(arch: Architecture, gen: GenLayout, settings: MemorySettings) -> int:
-    """The pool: every slot can hold the longest sequence, and one more is scratch."""
-    tokens = (settings.max_sequences + 1) * settings.max_sequence_length
+    """The pool's most: every slot can hold the longest sequence, and one page is scratch."""
+    page = PAGE_SIZE[settings.device]
+    tokens = (settings.max_sequences * -(-settings.max_sequence_length // page) + 1) * page
     heads = max(arch.num_kv_heads // gen.tp, 1)
     return arch.num_layers * 2 * tokens * heads * arch.head_dim * settings.element
 
@@ -26,7 +29,7 @@ def working_bytes(arch: Architecture, padded_vocab: int, gen: GenLayout, setting
     b, h, d = settings.element, arch.hidden_size, arch.head_dim
     q, k, f = arch.num_heads * d / gen.tp, max(arch.num_kv_heads / gen.tp, 1) * d, arch.ffn_size / gen.tp
     longest = settings.max_sequence_length
-    tokens = min(max(settings.max_prefill_tokens, longest), settings.max_sequences * longest)
+    tokens = min(settings.max_prefill_tokens, settings.max_sequences * longest)
     # the last layer's gate and up are still there while the next attention turns queries and keys
     attention = 2 * f + 2 * h + (q + 2 * k) + (3 * q + 2 * k)
     if not settings.fused:  # turning them takes fp32 intermediates

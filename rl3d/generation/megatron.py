@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
+from rl3d.estimate.rollout import PAGE_SIZE
 from rl3d.generation.body import CPU_MIN_ROWS, Body, make_body
 from rl3d.generation.checks import check_agreement, check_limits, check_requests
 from rl3d.generation.context import GenerationContext
@@ -18,7 +19,6 @@ from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
 from rl3d.generation.scheduler import Chunk, Counts, RunningSequence, Scheduler, expand, sampling_columns
 from rl3d.generation.sizing import STRATEGIES, affordable_pages, wanted_pages
 
-_PAGE = {"cpu": 16, "cuda": 32}
 _ABORT_EVERY = 8  # steps between the ranks of a replica telling each other what to abort
 
 
@@ -78,7 +78,7 @@ class MegatronGenerator:
         self.max_prefill_tokens, self.share_prefixes = max_prefill_tokens, share_prefixes
         self.min_rows = CPU_MIN_ROWS if self.device.type == "cpu" else 1
         attention = model.decoder.layers[0].self_attention
-        page_size = page_size or _PAGE.get(self.device.type, 32)
+        page_size = page_size or PAGE_SIZE[self.device.type]
         columns = -(-max_sequence_length // page_size)
         self.pool = PagePool(pages or 0, page_size)
         self.cache = KVCache(

@@ -75,12 +75,13 @@ def generation(groups: ModelGroups) -> dict[str, Any]:
     arch, model = _model(SHAPE, groups, torch.bfloat16, mode="generate", self_attention=CachedSelfAttention)
     generator = MegatronGenerator(
         model, groups.tp, arch.vocab_size, max_sequences=count, max_sequence_length=prompt + new, device="cpu",
-        dtype=torch.bfloat16, max_prefill_tokens=512,
+        dtype=torch.bfloat16, max_prefill_tokens=512, cache_strategy="full",
     )  # fmt: skip
     generator.weights_version = 0
     meter = Meter(model.parameters())
     found = {"weights": meter.now, "cache": generator.allocate_cache()}
-    meter.add(generator.cache.pool)
+    meter.add(generator.cache.keys)
+    meter.add(generator.cache.values)
     before = meter.now
     with meter:
         generator.generate([

@@ -30,9 +30,9 @@ def plan(arch=LLAMA, train="tp1.pp1.zero1", world=1, gen="tp1", **settings):
 
 
 def test_a_token_of_llama_2_7b_takes_half_a_mebibyte_of_cache():
-    settings = MemorySettings(max_sequences=3, max_sequence_length=10)
-    assert cache_bytes(LLAMA, GenLayout(1), settings) == 4 * 10 * (512 << 10)  # 2 x 32 layers x 4096 x 2 bytes
-    assert cache_bytes(LLAMA, GenLayout(4), settings) == 10 * (512 << 10)
+    settings = MemorySettings(max_sequences=3, max_sequence_length=64)
+    assert cache_bytes(LLAMA, GenLayout(1), settings) == (3 * 64 + 32) * (512 << 10)  # 2 x 32 layers x 4096 x 2 bytes
+    assert cache_bytes(LLAMA, GenLayout(4), settings) == (3 * 64 + 32) // 4 * (512 << 10)
 
 
 def test_zero_divides_what_its_paper_says():
