@@ -93,8 +93,9 @@ class GenerationContext(BaseInferenceContext):
         page_B = table[:batch].gather(1, (positions_B // size)[:, None])[:, 0]
         self._write_rows = page_B.long() * size + positions_B % size
         self._lengths_B = (positions_B + 1).int()
-        window = torch.arange(columns * size, device=positions_T.device)
-        self._mask = (window <= positions_B[:, None])[:, None, None]
+        if not use_triton(positions_T):
+            window = torch.arange(columns * size, device=positions_T.device)
+            self._mask = (window <= positions_B[:, None])[:, None, None]
 
     # ---- attention
 

@@ -70,13 +70,15 @@ def sampling_flow(ctx: StepContext, out: "queue.Queue[Sample | None]") -> None:
     )
     # the place in the batch, not in the data: one batch may hold the last prompts of an epoch and the first of the next
     requests = [Request(ctx.prompts[i].token_ids, params, (ctx.step, i, 0)) for i in share]
-    close_calls = 0
+    close_calls, drawn, shift = 0, 0, 0.0
 
     with ctx.console.progress(f"[Step {ctx.step}] Sampling", len(requests) * r.n) as advance:
 
         def finished(result: Result) -> None:
-            nonlocal close_calls
+            nonlocal close_calls, drawn, shift
             close_calls += result.small_margins
+            drawn += len(result.token_ids)
+            shift += sum(result.sampled_logprobs) - sum(result.logprobs)
             prompt = prompts[result.request_index]
             text = ctx.tokenizer.decode(result.token_ids, skip_special_tokens=True) if ctx.tokenizer else ""
             out.put(Sample(
@@ -88,6 +90,8 @@ def sampling_flow(ctx: StepContext, out: "queue.Queue[Sample | None]") -> None:
 
         ctx.actor.sample(requests, on_finish=finished)
     ctx.metrics["training/rollout_close_calls"] = float(close_calls)
+    # what top-p, top-k and min-p add to the log-probability of a token, which training does not see; 0 without them
+    ctx.metrics["training/rollout_filter_shift_mean"] = shift / max(drawn, 1)
 
 
 def rewarding_flow(ctx: StepContext, inbox: "queue.Queue[Sample | None]", out: "queue.Queue[Sample]") -> None:

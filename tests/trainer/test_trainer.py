@@ -127,6 +127,7 @@ def test_what_a_run_leaves_behind(root, facts):
                 "training/rollout_probs_diff_max", "training/global_step", "training/epoch"):  # fmt: skip
         assert isinstance(row[key], int | float), key
     assert row["training/rollout_logprobs_diff_max"] < 1e-5
+    assert row["training/rollout_filter_shift_mean"] == 0.0  # no filter
     assert all(r["actor/log_ratio_max_first"] < 1e-5 for r in _rows(root, "whole"))
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "hf")
