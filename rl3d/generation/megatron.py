@@ -98,6 +98,7 @@ class MegatronGenerator:
         self.expected_version: int | None = None
         self.counts = Counts()
         self._last_needs: list[int] = []
+        self._wanted = 0  # pages, whether memory allowed them or not
         self._pages_version: int | None = None  # of the weights that the kept pages were computed with
         self._aborted: set[str] = set()
         self._abort_lock = threading.Lock()
@@ -134,12 +135,14 @@ class MegatronGenerator:
             pages = wanted_pages(
                 self.cache_strategy, needs, self.pool.page_size, self.max_sequences, self.max_sequence_length
             )
-            if self.cache.nbytes and pages <= self.pool.pages:
+            least = self.pool.pages_for(max(needs, default=0))
+            # what memory did not allow before is not tried again: the pool keeps its address and its contents
+            if self.cache.nbytes and pages <= max(self._wanted, self.pool.pages) and least <= self.pool.pages:
                 return 0
+            self._wanted = pages
             self.cache.deallocate()  # before looking at what is free
             affordable = affordable_pages(self.cache.page_bytes, self.device, self.group)
             pages = pages if affordable is None else min(pages, affordable - 1)  # one page is scratch
-            least = self.pool.pages_for(max(needs, default=0))
             if pages < least:
                 raise GenerationError(
                     f"the key/value cache gets {max(pages, 0)} pages of {self.pool.page_size} tokens from the free memory "
