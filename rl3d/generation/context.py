@@ -155,8 +155,15 @@ class GenerationContext(BaseInferenceContext):
                 y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
             else:
                 k, v = (x[:, :, : start + length] for x in self.cache.read(layer, pages))
-                mask = causal_lower_right(length, start + length)
+                mask = _later_rows(length, start + length, query)
                 y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
             out[first : first + length] = y[0].transpose(0, 1)
             first += length
         return out.flatten(1)
+
+
+def _later_rows(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+    """The last ``rows`` rows of a causal mask [columns, columns]."""
+    if like.is_cuda:  # a mask that flash attention knows; on a CPU torch would only write it out
+        return causal_lower_right(rows, columns)
+    return torch.ones(rows, columns, dtype=torch.bool, device=like.device).tril(columns - rows)
