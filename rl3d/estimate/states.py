@@ -77,7 +77,7 @@ def states(numels: tuple[int, ...], train: TrainLayout, settings: MemorySettings
         out = States({"weights": b * padded, **optimizer}, gradients=FP32 * part, bucket=b * bucket,
                      within=2 * b * bucket + wire, left=1 - bucket / total,
                      step=FP32 * part + 2 * FP32 * largest)  # fmt: skip
-    return _to_host(out, numels, part, dp, b) if offload else out
+    return _to_host(out, numels, part, b) if offload else out
 
 
 def pinned(size: int) -> int:
@@ -85,18 +85,18 @@ def pinned(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _to_host(device: States, numels: tuple[int, ...], part: int, dp: int, b: int) -> States:
-    """The optimiser on the host: master weights, moments, gradients (of the partition, and parameter by parameter while
-    they are accumulated) and the rounded weights on their way back. All but the moments are page-locked."""
+def _to_host(device: States, numels: tuple[int, ...], part: int, b: int) -> States:
+    """The optimiser on the host: master weights, moments, gradients of the partition and the rounded weights on their way
+    back, all but the moments page-locked. Gradients accumulate on the device in fp32, as without offload, and leave it
+    when the last micro-batch is done (DeepSpeed 0.19 accumulates on the host only in the weights' own 16 bits)."""
     largest = max(numels, default=0)
     held = {"weights": device.held["weights"], "offload buffer": b * largest}
     host = {
         "optimiser (host)": pinned(FP32 * part) + 2 * FP32 * part,
-        "gradients (host)": pinned(FP32 * part) + sum(pinned(b * n) for n in numels) // dp,
+        "gradients (host)": pinned(FP32 * part),
         "staging (host)": pinned(b * part) + pinned(b * largest),
     }
-    gradients = 0 if device.within else device.gradients
-    return States(held, gradients=gradients, bucket=device.bucket, within=device.within, left=device.left,
+    return States(held, gradients=device.gradients, bucket=device.bucket, within=device.within, left=device.left,
                   after=device.after, step=0, host=host)  # fmt: skip
 
 
