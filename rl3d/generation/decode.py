@@ -17,6 +17,8 @@ class BlockTable:
         self._host = np.full((rows, columns), SCRATCH, dtype=np.int32)
         shared = torch.from_numpy(self._host)
         self.tensor = shared if device.type == "cpu" else shared.to(device)
+        # in turn: a copy may be on its way while the next step's pages are written
+        self._staging = [shared.clone().pin_memory() for _ in range(2)] if device.type == "cuda" else []
 
     def fill(self, sequences: Sequence[RunningSequence]) -> None:
         """Write the rows of a new batch."""
@@ -29,8 +31,10 @@ class BlockTable:
         """Write the rows of sequences of the batch whose pages changed."""
         for sequence in sequences:
             self._host[sequence.row, : len(sequence.pages)] = sequence.pages
-        if sequences and self.tensor.device.type != "cpu":
-            self.tensor.copy_(torch.from_numpy(self._host))
+        if sequences and self._staging:
+            self._staging.reverse()
+            self._staging[0].copy_(torch.from_numpy(self._host))
+            self.tensor.copy_(self._staging[0], non_blocking=True)
 
 
 class DecodeState:
@@ -44,3 +48,4 @@ class DecodeState:
         # position of the token that goes in, the newest one
         self.positions = torch.tensor([s.length - 1 for s in running] + padding, device=device)
         self.longest = max(s.length for s in running)
+        self.loaded = False  # into the runner's buffers

@@ -1,7 +1,7 @@
 """The built-in generator: continuous batching on megatron-core modules with a paged key/value cache."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from rl3d.generation.checks import check_agreement, check_limits, check_requests
 from rl3d.generation.context import GenerationContext
 from rl3d.generation.decode import BlockTable, DecodeState
 from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Progress, Request, Result
+from rl3d.generation.fused import DecodeBody, reason_against
+from rl3d.generation.graphs import DecodeRunner, PendingDraw
 from rl3d.generation.kv_cache import KVCache
 from rl3d.generation.pages import PagePool
 from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
@@ -43,6 +45,8 @@ class MegatronGenerator:
         max_prefill_tokens: prompt tokens computed in one forward pass; longer prompts take several.
         share_prefixes: use the pages of prompts seen before again, within one version of the weights.
         body: forward pass, see :func:`rl3d.generation.body.make_body`.
+        fused: decode with :class:`rl3d.generation.graphs.DecodeRunner` (fused kernels, CUDA graphs); ``None``: on CUDA,
+            where it knows the model and no other body was asked for.
 
     Attributes:
         weights_version: version of the weights in ``model``; whoever loads weights sets it. ``None``: nothing loaded.
@@ -66,6 +70,7 @@ class MegatronGenerator:
         max_prefill_tokens: int = 2048,
         share_prefixes: bool = True,
         body: str = "auto",
+        fused: bool | None = None,
     ) -> None:
         self.model, self.device = model.eval(), torch.device(device)
         self.group = tp_group if tp_group is not None and tp_group.size() > 1 else None
@@ -94,6 +99,7 @@ class MegatronGenerator:
         self.body: Body = make_body(model, self.context, self.group, body)
         self.sampler = Sampler(vocab_size, model.vocab_size, self.group, self.device)
         self.table = BlockTable(max_sequences, columns, self.device)
+        self.runner = self._make_runner(fused if fused is not None or body == "auto" else False)
         self.weights_version: int | None = None
         self.expected_version: int | None = None
         self.counts = Counts()
@@ -102,6 +108,15 @@ class MegatronGenerator:
         self._pages_version: int | None = None  # of the weights that the kept pages were computed with
         self._aborted: set[str] = set()
         self._abort_lock = threading.Lock()
+
+    def _make_runner(self, wanted: bool | None) -> DecodeRunner | None:
+        reason = reason_against(self.model, 1 if self.group is None else self.group.size())
+        if wanted and reason:
+            raise ValueError(f"fused decoding cannot compute this model: {reason}; leave fused = None")
+        if reason or not (self.device.type == "cuda" if wanted is None else wanted):
+            return None
+        body = DecodeBody(self.model, self.cache, self.group, self.max_sequence_length)
+        return DecodeRunner(body, self.sampler, self.cache, self.table.tensor)
 
     # ---- memory
 
@@ -196,24 +211,38 @@ class MegatronGenerator:
         if self._last_needs:
             self._provide(self._last_needs)
         state: DecodeState | None = None
+        ahead: tuple[list[RunningSequence], PendingDraw] | None = None  # a step that was started, whose draw is not read
         step = 0
         try:
             while scheduler.unfinished:
-                chunks = scheduler.plan_prefill()
-                if chunks:
+                draw: Draw | PendingDraw | None
+                if ahead is not None:
+                    (drawing, draw), ahead = ahead, None
+                elif chunks := scheduler.plan_prefill():
                     drawing, draw = self._prefill(scheduler, chunks)
                 else:
                     state = self._make_room(scheduler, state)
-                    drawing, draw = scheduler.running, self._decode(state)
+                    drawing, draw = list(scheduler.running), self._decode(state)
+                if isinstance(draw, PendingDraw) and self._may_run_ahead(scheduler, step + 1):
+                    state = self._make_room(scheduler, state)
+                    next_draw = self._decode(state)
+                    assert isinstance(next_draw, PendingDraw)
+                    ahead = drawing, next_draw  # the members are the same
                 ended = [] if draw is None else self._accept(drawing, draw)
                 scheduler.counts.drawn += len(drawing)
+                if ended and ahead is not None:  # those that go on have drawn once more already
+                    gone = set(map(id, ended))
+                    ended += self._accept(*ahead, gone)
+                    scheduler.counts.drawn += len(drawing) - len(gone)
+                    ahead = None
                 scheduler.retire(ended)
                 finish(ended)
                 step += 1
                 if on_step is not None:
                     running = len(sequences) - finished - len(scheduler.waiting)
                     on_step(Progress(len(scheduler.waiting), running, finished, scheduler.counts.drawn))
-                finish(self._abort(scheduler, step))
+                if ahead is None:
+                    finish(self._abort(scheduler, step))
         except FloatingPointError:
             self.cache.clear()
             raise
@@ -254,6 +283,18 @@ class MegatronGenerator:
             sequence.result.finish_reason = "abort"
         return aborted
 
+    def _may_run_ahead(self, scheduler: Scheduler, step: int) -> bool:
+        """Whether the next decode step can start before the draw of this one, number ``step``, is read on the host.
+
+        Its members must be the same: nobody ends by length, gives way, joins or is to be aborted. Who ends by a stop
+        token has drawn once too often, which nobody reads.
+        """
+        if scheduler.prefilling or not scheduler.has_room:
+            return False
+        if self._aborted if self.group is None else step % _ABORT_EVERY == 0:  # alike on all ranks
+            return False
+        return all(len(s.result.token_ids) + 1 < s.params.max_new_tokens for s in scheduler.running)
+
     def _prefill(self, scheduler: Scheduler, chunks: list[Chunk]) -> tuple[list[RunningSequence], Draw | None]:
         """Compute chunks of prompts; the sequences whose prompts are complete, and the first token of each."""
         flat = [token for chunk in chunks for token in chunk.tokens]
@@ -284,8 +325,14 @@ class MegatronGenerator:
             self.table.update(plan.grown)
         return state
 
-    def _decode(self, state: DecodeState) -> Draw:
+    def _decode(self, state: DecodeState) -> Draw | PendingDraw:
         """One token for every running sequence."""
+        if self.runner is not None:
+            if not state.loaded:
+                self.runner.load(state.tokens[: state.rows], state.positions[: state.rows], state.sampling)
+                state.loaded = True
+            state.longest += 1
+            return self.runner.step(state.longest - 1)
         self.context.plan_decode(state.positions, self.table.tensor, state.rows, state.longest)
         logits = self.body.forward(state.tokens, None)[: state.rows]
         state.positions += 1
@@ -294,10 +341,13 @@ class MegatronGenerator:
         state.tokens[: state.rows] = draw.tokens
         return draw
 
-    def _accept(self, sequences: Sequence[RunningSequence], draw: Draw) -> list[RunningSequence]:
-        """Give each sequence the token drawn for it; those that ended with it."""
+    def _accept(self, sequences: Sequence[RunningSequence], draw: Draw | PendingDraw,
+                gone: Container[int] = ()) -> list[RunningSequence]:  # fmt: skip
+        """Give each sequence the token drawn for it, save those whose id is ``gone``; those that ended with it."""
         ended = []
         for sequence, row in zip(sequences, draw.to_host(), strict=True):
+            if id(sequence) in gone:
+                continue
             if any(x != x for x in row):
                 raise FloatingPointError(
                     f"request {sequence.result.request_index}: the model returned logits that are not numbers at "

@@ -27,6 +27,10 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+HASH = (_signed(_POSITION), _signed(_MUL1), _signed(_MUL2))
+"""Multipliers of :func:`log_exponentials` for kernels that compute the same: of positions, and of the two rounds."""
+
+
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical right shift of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rl3d.generation.noise import log_exponentials, vocabulary_keys
+from rl3d.generation.noise import HASH, log_exponentials, vocabulary_keys
+from rl3d.kernels.backend import use_triton
+from rl3d.kernels.sample import BLOCK, draw_partials
 
 MARGIN = 1e-5
 """Draws whose best and second-best perturbed logits are closer than this may flip with the last bit of a logit."""
@@ -71,10 +73,13 @@ class Draw:
     sampled: torch.Tensor
     plain: torch.Tensor
 
+    def packed(self) -> torch.Tensor:
+        """Tokens, close, logprobs, sampled and plain as fp64 [5, B]."""
+        return torch.stack([x.double() for x in (self.tokens, self.close, self.logprobs, self.sampled, self.plain)])
+
     def to_host(self) -> list[tuple[int, bool, float, float, float]]:
         """Rows of (token, close, logprob, sampled, plain), in one transfer."""
-        packed = torch.stack([x.double() for x in (self.tokens, self.close, self.logprobs, self.sampled, self.plain)])
-        return [(int(t), bool(c), lp, s, p) for t, c, lp, s, p in zip(*packed.tolist(), strict=True)]
+        return [(int(t), bool(c), lp, s, p) for t, c, lp, s, p in zip(*self.packed().tolist(), strict=True)]
 
 
 class Sampler:
@@ -85,10 +90,13 @@ class Sampler:
             the logsumexp.
         padded_vocab: rows of the embedding over all ranks, a multiple of the group size.
         tp_group: the ranks that share the vocabulary, or ``None`` for one rank.
+
+    Attributes:
+        fused: draw without filters in one pass where Triton runs; off, torch's operations give the same tokens.
     """
 
     def __init__(self, vocab_size: int, padded_vocab: int, tp_group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.group = tp_group
+        self.group, self.fused = tp_group, True
         self.tp = 1 if tp_group is None else tp_group.size()
         self.vocab_size = vocab_size
         rows = padded_vocab // self.tp
@@ -106,6 +114,8 @@ class Sampler:
         ``logprobs`` of the result are those of the drawn tokens under softmax(logits / temperature) over the true
         vocabulary *before* the filters (temperature 1 where greedy): the number the trainer recomputes.
         """
+        if self.fused and not batch.filtered and use_triton(logits_BV):
+            return _combine(self._gather(self._fused_partials(logits_BV, batch, positions_B)), batch)
         if batch.filtered:
             local, start, keys_V = self._gather(logits_BV)[:, : self.vocab_size], 0, self.all_keys_V
         else:
@@ -129,6 +139,18 @@ class Sampler:
         if close is not None:
             draw.close |= close
         return draw
+
+    def _fused_partials(self, logits_BV: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor) -> torch.Tensor:
+        """:func:`_partials` of each block of the shard, fp64 [B, blocks, 5 or 7], as many blocks on every rank."""
+        blocks = -(-logits_BV.shape[1] // BLOCK)
+        parts = draw_partials(logits_BV, self.valid, self.start, batch.keys, positions_B, self.shard_keys_V,
+                              batch.temperature, HASH, greedy=batch.greedy, plain=batch.tempered)  # fmt: skip
+        missing = blocks - parts.shape[1]  # of padding only
+        if missing:
+            nothing = torch.full((len(parts), missing, parts.shape[2]), _NEG_INF, dtype=parts.dtype, device=parts.device)
+            nothing[:, :, 2] = self.start
+            parts = torch.cat([parts, nothing], 1)
+        return parts
 
     def _perturb(
         self, scaled: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor, keys_V: torch.Tensor

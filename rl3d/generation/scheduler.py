@@ -255,6 +255,12 @@ class Scheduler:
             sequence.computed += 1
         return room
 
+    @property
+    def has_room(self) -> bool:
+        """Whether :meth:`plan_decode` would find its pages without anybody giving way."""
+        size = self.pool.page_size
+        return sum(s.shares_tail or s.computed == len(s.pages) * size for s in self.running) <= self.pool.available
+
     def _preempt(self, victim: RunningSequence, room: Room) -> None:
         for page in victim.pages:
             room.copies.pop(page, None)

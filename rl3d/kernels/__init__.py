@@ -6,6 +6,7 @@ kernels run on a CPU in Triton's interpreter, which is how the tests compare the
 """
 
 from rl3d.kernels.decode import add_rms_norm, rotate_append
+from rl3d.kernels.gemv import gemv_add, norm_gemv
 from rl3d.kernels.linear import fp32_logits
 from rl3d.kernels.paged_attention import paged_decode
 from rl3d.kernels.rmsnorm import rms_norm
@@ -14,6 +15,6 @@ from rl3d.kernels.swiglu import swiglu
 from rl3d.kernels.token_logprob import logprob_gradient, logprob_statistics
 
 __all__ = [
-    "add_rms_norm", "fp32_logits", "logprob_gradient", "logprob_statistics", "paged_decode", "rms_norm", "rotary",
-    "rotate_append", "swiglu",
+    "add_rms_norm", "fp32_logits", "gemv_add", "logprob_gradient", "logprob_statistics", "norm_gemv", "paged_decode",
+    "rms_norm", "rotary", "rotate_append", "swiglu",
 ]  # fmt: skip

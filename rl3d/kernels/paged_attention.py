@@ -8,6 +8,8 @@ Shape legend: B sequences, H query heads, G key/value heads, D head size, P page
 that a row of the table names.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -110,6 +112,7 @@ def paged_decode(q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Ten
         return out
     parts = -(-block_table.shape[1] * page_size // SPLIT)
     group, width = heads // kv_heads, max(16, block_of(size))
+    tokens = 64 if q_BHD.dtype != torch.float32 else 32
     sums, lse = out, lengths  # never touched when there is one part
     if parts > 1:
         sums = torch.empty(batch, heads, parts, size, dtype=torch.float32, device=out.device)
@@ -117,13 +120,22 @@ def paged_decode(q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Ten
     _partial[(batch, kv_heads, parts)](
         q_BHD, k_pool, v_pool, block_table, lengths, out, sums, lse, heads, block_table.stride(0), k_pool.stride(0),
         k_pool.stride(1), k_pool.stride(2), scale * _LOG2_E, GROUP=group, ROWS=max(16, block_of(group)), SIZE=size,
-        WIDTH=width, PAGE=page_size, TOKENS=64 if q_BHD.dtype != torch.float32 else 32, PART=SPLIT, PARTS=parts,
+        WIDTH=width, PAGE=page_size, TOKENS=tokens, PART=SPLIT, PARTS=parts,
         WIDE=interpreted(),  # whose tl.dot takes the bits of bfloat16 for integers
-        num_warps=4, num_stages=3 if q_BHD.dtype != torch.float32 else 2,
+        num_warps=4, num_stages=_stages(q_BHD.device, 2 * tokens * width * q_BHD.element_size()),
     )  # fmt: skip
     if parts > 1:
         _join[(batch * heads,)](lengths, out, sums, lse, heads, SIZE=size, WIDTH=width, PART=SPLIT, PARTS=parts, num_warps=1)
     return out
+
+
+@lru_cache
+def _stages(device: torch.device, nbytes: int) -> int:
+    """Tiles of keys and values, ``nbytes`` a pair, to have on their way: up to 3, in half of the shared memory."""
+    if device.type != "cuda":
+        return 1
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return max(1, min(3, shared // 2 // nbytes))
 
 
 def _gathered(q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Tensor, lengths: Tensor, scale: float) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rl3d.kernels import add_rms_norm, paged_decode, rms_norm, rotary, rotate_append
+from rl3d.kernels import add_rms_norm, gemv_add, norm_gemv, paged_decode, rms_norm, rotary, rotate_append
 
 EPS = 1e-5
 
@@ -108,8 +108,30 @@ def append(dtype: torch.dtype, device: str) -> dict[str, float]:
     return out
 
 
+def products(dtype: torch.dtype, device: str) -> dict[str, float]:
+    """One row: the norm, the product, SwiGLU and the residual as one kernel."""
+    out = {}
+    g = torch.Generator().manual_seed(8)
+    for inputs, outputs in ((96, 10), (1300, 34)):
+        x, residual, scale, weight = (
+            torch.randn(*shape, generator=g).to(device, dtype)
+            for shape in ((1, inputs), (1, outputs), (inputs,), (outputs, inputs))
+        )
+        normed = x.double() * (x.double().square().mean() + EPS).rsqrt() * scale.double()
+        product = normed @ weight.double().t()
+        gate, up = product.chunk(2, dim=-1)
+        name = f"{str(dtype).removeprefix('torch.')}/{outputs}x{inputs}"
+        out[f"norm_gemv/{name}"] = error(norm_gemv(x, (scale, EPS), weight), product)
+        wide = norm_gemv(x, (scale, EPS), weight, dtype=torch.float32)
+        assert wide.dtype == torch.float32
+        out[f"norm_gemv/{name}/wide"] = error(wide, product)
+        out[f"norm_gemv_glu/{name}"] = error(norm_gemv(x, (scale, EPS), weight, glu=True), gate * torch.sigmoid(gate) * up)
+        out[f"gemv_add/{name}"] = error(gemv_add(x, weight, residual), x.double() @ weight.double().t() + residual.double())
+    return out
+
+
 def main(device: str) -> dict[str, float]:
     out: dict[str, float] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        out |= attention(dtype, device) | append(dtype, device)
+        out |= attention(dtype, device) | append(dtype, device) | products(dtype, device)
     return out

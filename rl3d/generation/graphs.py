@@ -1,0 +1,190 @@
+"""Whole decode steps as CUDA graphs: forward pass, collectives, the draw and the move to the next position, one replay.
+
+A graph belongs to a bucket: a number of rows, a number of table columns and the kind of sampling. It is captured when it
+is first needed and stays: weights are replaced in place, and only pools at a new address (``epoch``) void it. Rows and
+columns beyond the batch change nothing, because every kernel treats a row by itself and splits are of a fixed size.
+
+Without CUDA the same step runs eagerly, in the same buckets.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl3d.generation.fused import DecodeBody
+from rl3d.generation.sampler import Sampler, SamplingBatch
+from rl3d.kernels.paged_attention import SPLIT
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+
+
+def row_bucket(rows: int) -> int:
+    """Rows that a batch of ``rows`` is computed with: the next of :data:`ROWS`, then multiples of 64."""
+    return next((bucket for bucket in ROWS if bucket >= rows), -(-rows // 64) * 64)
+
+
+def column_bucket(tokens: int, page_size: int, columns: int) -> int:
+    """Columns of the table to look at for sequences of up to ``tokens``: a power of two of splits, at most all."""
+    reach = SPLIT
+    while reach < tokens:
+        reach *= 2
+    return min(-(-reach // page_size), columns)
+
+
+@dataclass
+class PendingDraw:
+    """A draw on its way to the host; at most two of a runner are alive."""
+
+    packed: torch.Tensor  # fp64 [5, rows] on the host once the event has passed
+    event: Any
+
+    def to_host(self) -> list[tuple[int, bool, float, float, float]]:
+        """As :meth:`rl3d.generation.sampler.Draw.to_host`; waits for this step only, not for one started since."""
+        if self.event is not None:
+            self.event.synchronize()
+        return [(int(t), bool(c), lp, s, p) for t, c, lp, s, p in zip(*self.packed.tolist(), strict=True)]
+
+
+class _Buffers:
+    """What a step reads and writes; addresses never change."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros(*shape, rows, dtype=dtype, device=device)
+
+        self.tokens, self.positions = zeros(torch.int64), zeros(torch.int64)
+        self.keys, self.top_k = zeros(torch.int64), zeros(torch.int64)
+        self.temperature, self.top_p, self.min_p = zeros(torch.float32), zeros(torch.float32), zeros(torch.float32)
+        self.packed = zeros(torch.float64, 5)
+        on_host = [torch.zeros(5, rows, dtype=torch.float64, pin_memory=device.type == "cuda") for _ in range(2)]
+        self.host = on_host  # in turn: a step may start before the last one's draw has been read
+
+
+class DecodeRunner:
+    """Steps of a decode batch on one replica. All ranks of the replica call the same methods with the same numbers.
+
+    Args:
+        body: forward pass over the pools of ``cache``, which has ``epoch`` and ``page_size``.
+        table: int32 [rows, columns], the block table; its address stays, whoever owns it writes it between steps.
+        graphs: capture; by default where the table is on CUDA.
+    """
+
+    def __init__(self, body: DecodeBody, sampler: Sampler, cache: Any, table: torch.Tensor,
+                 graphs: bool | None = None) -> None:  # fmt: skip
+        self.body, self.sampler, self.cache = body, sampler, cache
+        self.graphs = table.is_cuda if graphs is None else graphs
+        most = row_bucket(table.shape[0])
+        self.table = table
+        if most > table.shape[0]:  # rows that pad a bucket need a row of the table, too
+            self.table = table.new_zeros(most, table.shape[1])
+        self._source = table
+        self.buffers = _Buffers(most, table.device)
+        self.rows = 0
+        self._sampling: SamplingBatch | None = None
+        self._captured: dict[tuple[int, int, str], Any] = {}
+        self._logits: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._epoch: int | None = None
+        self._pool: Any = None
+        self._turn = 0
+
+    @property
+    def captured(self) -> int:
+        """Graphs that exist."""
+        return len(self._captured)
+
+    def load(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, sampling: SamplingBatch) -> None:
+        """A batch of other members: newest tokens, their positions, and how to draw, in the order of the table's rows."""
+        self.rows, self._sampling = len(tokens_B), sampling
+        buffers, end = self.buffers, row_bucket(len(tokens_B))
+        pairs = (
+            (buffers.tokens, tokens_B, 0), (buffers.positions, positions_B, -1), (buffers.keys, sampling.keys, 0),
+            (buffers.temperature, sampling.temperature, 1.0), (buffers.top_p, sampling.top_p, 1.0),
+            (buffers.top_k, sampling.top_k, 0), (buffers.min_p, sampling.min_p, 0.0),
+        )  # fmt: skip
+        for buffer, values, padding in pairs:
+            buffer[: self.rows].copy_(values)
+            buffer[self.rows : end].fill_(padding)
+
+    @torch.no_grad()
+    def step(self, longest: int) -> PendingDraw:
+        """Start one token for every row.
+
+        ``longest``: tokens of the longest sequence, the newest one included.
+        """
+        assert self._sampling is not None, "load() comes first"
+        if self.table is not self._source:
+            self.table[: self._source.shape[0]].copy_(self._source)
+        kind = _kind(self._sampling)
+        key = (row_bucket(self.rows), column_bucket(longest, self.cache.page_size, self.table.shape[1]), kind)
+        if self._epoch != self.cache.epoch:
+            self._captured.clear()
+            self._logits.clear()
+            self._pool, self._epoch = None, self.cache.epoch
+        if not self.graphs:
+            logits = self._compute(key)
+        else:
+            if key not in self._captured:
+                self._capture(key)
+            self._captured[key].replay()
+            logits = self._logits.get(key)
+        if kind == "filtered":
+            assert logits is not None
+            self._draw(logits, kind)
+        self._turn ^= 1
+        packed = self.buffers.host[self._turn][:, : self.rows]
+        packed.copy_(self.buffers.packed[:, : self.rows], non_blocking=True)
+        event = None
+        if self.table.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        return PendingDraw(packed, event)
+
+    def _compute(self, key: tuple[int, int, str]) -> torch.Tensor | None:
+        """The step on the static buffers; logits where drawing cannot be captured."""
+        rows, columns, kind = key
+        buffers = self.buffers
+        logits = self.body.forward(buffers.tokens[:rows], buffers.positions[:rows], self.table[:rows, :columns])
+        if kind == "filtered":
+            return logits
+        self._draw(logits, kind)
+        return None
+
+    def _draw(self, logits: torch.Tensor, kind: str) -> None:
+        buffers, rows = self.buffers, len(logits)
+        positions = buffers.positions[:rows]
+        sampling = SamplingBatch(
+            buffers.keys[:rows], buffers.temperature[:rows], buffers.top_p[:rows], buffers.top_k[:rows],
+            buffers.min_p[:rows], filtered=kind == "filtered", greedy=kind == "greedy",
+            tempered=kind in ("filtered", "tempered"),
+        )  # fmt: skip
+        positions += positions >= 0
+        draw = self.sampler.draw(logits, sampling, positions)
+        buffers.tokens[:rows].copy_(draw.tokens)
+        buffers.packed[:, :rows].copy_(draw.packed())
+
+    def _capture(self, key: tuple[int, int, str]) -> None:
+        """Run once outside (kernels compile, libraries allocate), put the state back, and capture."""
+        tokens, positions = self.buffers.tokens.clone(), self.buffers.positions.clone()
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            self._compute(key)
+        torch.cuda.current_stream().wait_stream(aside)
+        self.buffers.tokens.copy_(tokens)
+        self.buffers.positions.copy_(positions)
+        graph = torch.cuda.CUDAGraph()
+        # other threads (the control channel's listener, NCCL's watchdog) may use CUDA meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._compute(key)
+        self._pool = graph.pool()
+        self._captured[key] = graph
+        if logits is not None:
+            self._logits[key] = logits
+
+
+def _kind(sampling: SamplingBatch) -> str:
+    """What a graph has to know about sampling when it is captured."""
+    if sampling.filtered or sampling.greedy:
+        return "filtered" if sampling.filtered else "greedy"
+    return "tempered" if sampling.tempered else "plain"

@@ -1,0 +1,88 @@
+"""Products of one row with a matrix: a decode step of a single sequence, whose time is that of reading the weights.
+
+What comes before and after rides along: the RMS norm of the row (each program needs the whole row anyway), SwiGLU, the
+residual addition. Values are rounded where the separate operations round them.
+
+Shape legend: N outputs, K inputs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl3d.kernels.backend import block_of, constexpr, jit, tl, use_triton
+from rl3d.kernels.rmsnorm import rms_norm
+from rl3d.kernels.swiglu import swiglu
+
+
+@jit
+def _gemv(x_ptr, norm_ptr, weight_ptr, residual_ptr, out_ptr, outputs, inputs, eps, NORM: constexpr, GLU: constexpr,
+          RESIDUAL: constexpr, WIDTH: constexpr, ROWS: constexpr, BLOCK: constexpr):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < outputs
+    start = weight_ptr + row.to(tl.int64)[:, None] * inputs
+    dtype = x_ptr.dtype.element_ty
+    rstd = 1.0
+    if NORM:
+        column = tl.arange(0, WIDTH)
+        x = tl.load(x_ptr + column, mask=column < inputs, other=0.0).to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / inputs + eps)
+    sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    others = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for first in range(0, inputs, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        here = column < inputs
+        x = tl.load(x_ptr + column, mask=here, other=0.0).to(tl.float32)
+        if NORM:
+            scale = tl.load(norm_ptr + column, mask=here, other=0.0).to(tl.float32)
+            x = ((x * rstd).to(dtype).to(tl.float32) * scale).to(dtype).to(tl.float32)
+        real = inside[:, None] & here[None, :]
+        sums += tl.load(start + column[None, :], mask=real, other=0.0).to(tl.float32) * x[None, :]
+        if GLU:
+            second = start + outputs.to(tl.int64) * inputs
+            others += tl.load(second + column[None, :], mask=real, other=0.0).to(tl.float32) * x[None, :]
+    kind = out_ptr.dtype.element_ty
+    out = tl.sum(sums, axis=1)
+    if GLU:
+        gate = out.to(kind).to(tl.float32)
+        up = tl.sum(others, axis=1).to(kind).to(tl.float32)
+        out = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
+    if RESIDUAL:
+        out = out.to(kind).to(tl.float32) + tl.load(residual_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, out.to(kind), mask=inside)
+
+
+def _run(x: Tensor, weight: Tensor, outputs: int, dtype: torch.dtype, norm: tuple[Tensor, float] | None,
+         residual: Tensor | None, glu: bool) -> Tensor:  # fmt: skip
+    inputs = weight.shape[1]
+    out = torch.empty(1, outputs, dtype=dtype, device=x.device)
+    rows = 4 if outputs < 65536 else 8
+    _gemv[(-(-outputs // rows),)](
+        x, x if norm is None else norm[0], weight, x if residual is None else residual, out, outputs, inputs,
+        0.0 if norm is None else norm[1], NORM=norm is not None, GLU=glu, RESIDUAL=residual is not None,
+        WIDTH=block_of(inputs), ROWS=rows, BLOCK=min(block_of(inputs), 512 if glu else 1024), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def norm_gemv(x_1K: Tensor, norm: tuple[Tensor, float], weight_NK: Tensor, *, glu: bool = False,
+              dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    """``rms_norm(x) @ weight.T`` [1, N] in ``dtype`` (that of x), or its SwiGLU [1, N / 2]; weight and x contiguous.
+
+    ``norm``: weight [K] and epsilon.
+    """
+    if use_triton(x_1K):
+        outputs = weight_NK.shape[0] // 2 if glu else weight_NK.shape[0]
+        return _run(x_1K, weight_NK, outputs, dtype or x_1K.dtype, norm, None, glu)
+    out = rms_norm(x_1K, *norm)
+    if dtype not in (None, x_1K.dtype):
+        out, weight_NK = out.to(dtype), weight_NK.to(dtype)
+    out = F.linear(out, weight_NK)
+    return swiglu(out) if glu else out
+
+
+def gemv_add(x_1K: Tensor, weight_NK: Tensor, residual_1N: Tensor) -> Tensor:
+    """``residual + x @ weight.T`` [1, N]."""
+    if use_triton(x_1K):
+        return _run(x_1K, weight_NK, weight_NK.shape[0], x_1K.dtype, None, residual_1N, False)
+    return residual_1N + F.linear(x_1K, weight_NK)

@@ -1,0 +1,94 @@
+"""What a draw needs of each block of the vocabulary, in one pass over the logits: temperature, Gumbel noise from the
+stateless hash, the two best perturbed logits and the log partition function.
+
+The hash is :func:`rl3d.generation.noise.log_exponentials`, integer for integer, and so are the roundings to fp32 up to the
+perturbed logits: a draw is the one that torch's operations give.
+
+Shape legend: B rows, V vocabulary columns of this shard, N blocks.
+"""
+
+import torch
+from torch import Tensor
+
+from rl3d.kernels.backend import constexpr, interpreted, jit, libdevice, tl
+
+BLOCK = 4096
+
+
+@jit
+def _partials(logits_ptr, keys_ptr, positions_ptr, vocabulary_ptr, temperature_ptr, out_ptr, width, valid, start, blocks,
+              POSITION: constexpr, MUL1: constexpr, MUL2: constexpr, GREEDY: constexpr, PLAIN: constexpr, COLUMNS: constexpr,
+              INTERPRETED: constexpr, BLOCK: constexpr):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < valid
+    plain = tl.load(logits_ptr + row * width + column, mask=inside, other=-float("inf")).to(tl.float32)
+    scaled = plain
+    perturbed = plain
+    if not GREEDY:
+        temperature = tl.load(temperature_ptr + row)
+        scaled = tl.div_rn(plain, tl.zeros((BLOCK,), dtype=tl.float32) + tl.where(temperature > 0, temperature, 1.0))
+        x = tl.load(keys_ptr + row) + tl.load(positions_ptr + row) * POSITION
+        x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * MUL1
+        x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * MUL2
+        x = x ^ ((x >> 31) & 0x1FFFFFFFF)
+        y = tl.load(vocabulary_ptr + column, mask=inside, other=0) ^ x
+        y = y * MUL1
+        y = y ^ ((y >> 32) & 0xFFFFFFFF)
+        y = y * MUL2
+        y = y & 0x7FFFFFFFFFFFFFFF
+        uniform = y.to(tl.float32) * 1.0842021724855044e-19  # 2**-63
+        uniform = tl.minimum(tl.maximum(uniform, 1.0842021724855044e-19), 0.99999994039535522)  # 1 - 2**-24
+        if INTERPRETED:  # no libdevice there; float64 rounds to the same fp32 nearly always
+            wide = uniform.to(tl.float64)
+            series = wide + wide * wide / 2 + wide * wide * wide / 3
+            exponential = tl.where(wide < 1e-5, series, -tl.log(1.0 - wide)).to(tl.float32)
+            noise = tl.log(exponential.to(tl.float64)).to(tl.float32)
+        else:
+            noise = libdevice.log(-libdevice.log1p(-uniform))
+        perturbed = scaled - tl.where(temperature > 0, noise, 0.0)
+        perturbed = tl.where(inside, perturbed, -float("inf"))
+    best = tl.max(perturbed, axis=0)
+    first = tl.min(tl.where(perturbed == best, column, 2147483647), axis=0)  # of equals the lowest
+    first = tl.minimum(first, valid - 1)  # nothing equals the best when all are NaN
+    second = tl.max(tl.where(column == first, -float("inf"), perturbed), axis=0)
+    top = tl.maximum(tl.max(scaled, axis=0), -3e38)
+    lse = top + tl.log(tl.sum(tl.where(inside, tl.exp(scaled - top), 0.0), axis=0))
+    at = out_ptr + (row * blocks + block) * COLUMNS
+    tl.store(at, lse.to(tl.float64))
+    tl.store(at + 1, best.to(tl.float64))
+    tl.store(at + 2, (first + start).to(tl.float64))
+    tl.store(at + 3, second.to(tl.float64))
+    tl.store(at + 4, tl.sum(tl.where(column == first, scaled, 0.0), axis=0).to(tl.float64))
+    if PLAIN:
+        top = tl.maximum(tl.max(plain, axis=0), -3e38)
+        lse = top + tl.log(tl.sum(tl.where(inside, tl.exp(plain - top), 0.0), axis=0))
+        tl.store(at + 5, lse.to(tl.float64))
+        tl.store(at + 6, tl.sum(tl.where(column == first, plain, 0.0), axis=0).to(tl.float64))
+
+
+def draw_partials(logits_BV: Tensor, valid: int, start: int, keys_B: Tensor, positions_B: Tensor, vocabulary_V: Tensor,
+                  temperature_B: Tensor, multipliers: tuple[int, int, int], *, greedy: bool,
+                  plain: bool) -> Tensor:  # fmt: skip
+    """fp64 [B, N, 5 or 7], blocks rising with the vocabulary; in each the log of the sum of exp(logit / temperature), the
+    best perturbed logit, its global id, the second best, and the best's logit / temperature; with ``plain`` also the first
+    and the last of these at temperature 1. Ties go to the lowest id. Only for Triton.
+
+    Args:
+        logits_BV: fp32 or a 16-bit dtype, rows contiguous; columns from ``valid`` on are padding.
+        start: global id of column 0.
+        keys_B, positions_B, vocabulary_V: int64, what the noise is a hash of.
+        temperature_B: fp32; rows of 0 get no noise.
+        multipliers: the hash's, as signed 64-bit integers: of positions, and its two rounds'.
+        greedy: no row gets noise, whatever its temperature.
+    """
+    rows = len(logits_BV)
+    blocks, columns = -(-valid // BLOCK), 7 if plain else 5
+    out = torch.empty(rows, blocks, columns, dtype=torch.float64, device=logits_BV.device)
+    if rows and blocks:
+        _partials[(rows, blocks)](
+            logits_BV, keys_B, positions_B, vocabulary_V, temperature_B, out, logits_BV.stride(0), valid, start, blocks,
+            POSITION=multipliers[0], MUL1=multipliers[1], MUL2=multipliers[2], GREEDY=greedy, PLAIN=plain,
+            COLUMNS=columns, INTERPRETED=interpreted(), BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,126 @@
+"""The fused draw against torch's operations, and on a GPU captured steps against eager ones; prints JSON.
+
+python -m tests.generation.fused_checks cpu     in Triton's interpreter, with TRITON_INTERPRET=1
+python -m tests.generation.fused_checks cuda    compiled, and a tiny model end to end
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from rl3d.generation.noise import sequence_key
+from rl3d.generation.sampler import Draw, Sampler, SamplingBatch, _combine
+
+VOCAB = 9001  # three blocks, the last one nearly empty
+
+
+def sampler(device: torch.device) -> dict[str, Any]:
+    """Draws of both paths on the same logits; the vocabulary whole, and cut in two with padding behind."""
+    g = torch.Generator().manual_seed(3)
+    rows = 24
+    logits = (torch.randn(rows, VOCAB, generator=g) * 2).to(device)
+    logits[3, 7] = logits[3, 8500] = 60.0  # a tie that greedy decides for the lower id
+    logits[5, VOCAB - 1] = 40.0
+    keys = [sequence_key(0, 1, i, 0) for i in range(rows)]
+    positions = torch.arange(rows, device=device) + 5
+    differ, worst, draws = 0, 0.0, 0
+    for temperature in ([1.0] * rows, [0.0] * rows, [0.0, 0.7, 1.0, 0.0, 1.7, 0.0] * 4):
+        batch = SamplingBatch.build(keys, temperature, [1.0] * rows, [0] * rows, device)
+        for padded in (VOCAB, 24577):  # with the second, half of the vocabulary is more than there is
+            whole = Sampler(VOCAB, padded, None, device)
+            wide = torch.nn.functional.pad(logits, (0, padded - VOCAB), value=99.0)
+            fused = whole.draw(wide, batch, positions)
+            whole.fused = False
+            plain = whole.draw(wide, batch, positions)
+            cut = _two_shards(wide, batch, positions, device)
+            for found in (fused, cut):
+                differ += int((found.tokens != plain.tokens).sum() + (found.close != plain.close).sum())
+                for name in ("logprobs", "sampled", "plain"):
+                    worst = max(worst, float((getattr(found, name) - getattr(plain, name)).abs().max()))
+                draws += rows
+            if temperature[3] == 0:
+                assert int(fused.tokens[3]) == 7 and bool(fused.close[3])
+    logits[2, 17] = float("nan")
+    broken = Sampler(VOCAB, VOCAB, None, device).draw(logits, batch, positions)
+    assert broken.logprobs[2].isnan() and int(broken.tokens[2]) < VOCAB, "a row that is no number says so"
+    return {"draws": draws, "different": differ, "logprob": worst}
+
+
+def _two_shards(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor, device: torch.device) -> Draw:
+    """What two ranks would gather, put together by hand."""
+    half = -(-logits.shape[1] // 2)
+    parts = []
+    for start in (0, half):
+        shard = Sampler(max(0, min(VOCAB - start, half)), half, None, device)
+        shard.start = start
+        shard.shard_keys_V = Sampler(VOCAB, VOCAB, None, device).all_keys_V[start : start + half]
+        local = torch.nn.functional.pad(logits, (0, 1))[:, start : start + half].contiguous()
+        parts.append(shard._fused_partials(local, batch, positions))
+    assert parts[0].shape == parts[1].shape, "ranks gather parts of one shape"
+    return _combine(torch.cat(parts, 1), batch)
+
+
+def steps(device: torch.device) -> dict[str, Any]:
+    """A tiny model with random weights: tokens of captured, eager and unfused decoding in bf16; graphs that stay."""
+    from rl3d.distributed import bootstrap
+    from rl3d.distributed.groups import GroupRegistry, generation_groups
+    from rl3d.generation import CachedSelfAttention, MegatronGenerator, Request, SamplingParams
+    from rl3d.layout import GenMesh
+    from rl3d.models import Architecture
+    from rl3d.models.build import build_model
+    from tests.reference import TINY
+
+    runtime = bootstrap.init(device=device.type)
+    shape = {**TINY, "model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}, "head_dim": 64}
+    arch = Architecture.from_hf({**shape, "max_position_embeddings": 2048})
+    groups = generation_groups(GenMesh(1, (0,)).groups(), GroupRegistry(runtime.timeout_s))
+    assert groups is not None
+    model = build_model(arch, groups, padded_vocab=256, dtype=torch.bfloat16, device=device, mode="generate",
+                        self_attention=CachedSelfAttention)  # fmt: skip
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.1)
+    g = torch.Generator().manual_seed(1)
+    requests = [
+        Request(torch.randint(3, 250, (3 + 29 * i,), generator=g).tolist(),
+                SamplingParams(40 + i, temperature=(0.0, 1.0, 0.8)[i % 3], top_p=0.9 if i == 5 else 1.0), key=(0, i, 0))
+        for i in range(11)
+    ]  # fmt: skip
+    answers: dict[str, Any] = {}
+    engines = {}
+    for name, options in {"graphs": {}, "eager": {}, "modules": {"fused": False}}.items():
+        engine = MegatronGenerator(model, None, arch.vocab_size, max_sequences=7, max_sequence_length=1024, device=device,
+                                   dtype=torch.bfloat16, **options)  # fmt: skip
+        engine.weights_version = 0
+        if name == "eager":
+            assert engine.runner is not None
+            engine.runner.graphs = False
+        engines[name] = engine
+        answers[name] = engine.generate(requests)
+    assert answers["graphs"] == answers["eager"], "a captured step is the eager one, bit for bit"
+    runner = engines["graphs"].runner
+    captured = runner.captured
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    for engine in engines.values():
+        engine.weights_version = 1
+    again = engines["graphs"].generate(requests)
+    assert again == engines["eager"].generate(requests), "weights replaced in place are seen"
+    assert again != answers["graphs"] and runner.captured == captured, "and nothing is captured again"
+    engines["graphs"].release_cache()
+    assert engines["graphs"].generate(requests) == again, "pools at another address void the graphs"
+    pairs = [(a, b) for x, y in zip(answers["graphs"], answers["modules"], strict=True)
+             for a, b in zip(x.token_ids, y.token_ids, strict=True)]  # fmt: skip
+    return {"graphs": captured, "tokens": len(pairs), "other_kernels_agree": sum(a == b for a, b in pairs) / len(pairs)}
+
+
+if __name__ == "__main__":
+    chosen = torch.device(sys.argv[1])
+    report = {"sampler": sampler(chosen)}
+    if chosen.type == "cuda":
+        report["steps"] = steps(chosen)
+    print(json.dumps(report))
