@@ -166,7 +166,7 @@ def _own(args: argparse.Namespace, arch: Any, batches: list[int], dtype: Any, ru
     _randomize(model)
     generator = MegatronGenerator(model, groups.tp, arch.vocab_size, max_sequences=max(batches), device=device, dtype=dtype,
                                   max_sequence_length=args.prompt + args.new,
-                                  max_prefill_tokens=max(args.prefill_tokens, args.prompt))  # fmt: skip
+                                  max_prefill_tokens=max(args.prefill_tokens, args.prompt), cache_strategy="full")  # fmt: skip
     generator.weights_version = 0
     requests = _Requests(args, arch.vocab_size)
     weights = sum(p.nbytes for p in model.parameters())

@@ -93,6 +93,12 @@ class DecodeRunner:
         """Graphs that exist."""
         return len(self._captured)
 
+    def forget(self) -> None:
+        """Drop the graphs and the memory that they hold, for example while training."""
+        self._captured.clear()
+        self._logits.clear()
+        self._pool = None
+
     def load(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, sampling: SamplingBatch) -> None:
         """A batch of other members: newest tokens, their positions, and how to draw, in the order of the table's rows."""
         self.rows, self._sampling = len(tokens_B), sampling
@@ -118,9 +124,8 @@ class DecodeRunner:
         kind = _kind(self._sampling)
         key = (row_bucket(self.rows), column_bucket(longest, self.cache.page_size, self.table.shape[1]), kind)
         if self._epoch != self.cache.epoch:
-            self._captured.clear()
-            self._logits.clear()
-            self._pool, self._epoch = None, self.cache.epoch
+            self.forget()
+            self._epoch = self.cache.epoch
         if not self.graphs:
             logits = self._compute(key)
         else:

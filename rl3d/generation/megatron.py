@@ -141,6 +141,8 @@ class MegatronGenerator:
 
     def _drop(self) -> int:
         self.pool.reset(self._fixed_pages or 0)
+        if self.runner is not None:
+            self.runner.forget()
         return self.cache.deallocate()
 
     def _provide(self, needs: Sequence[int]) -> int:
