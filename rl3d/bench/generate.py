@@ -164,9 +164,11 @@ def _own(args: argparse.Namespace, arch: Any, batches: list[int], dtype: Any, ru
     model: Any = build_model(arch, groups, padded_vocab=arch.padded_vocab(args.tp), dtype=dtype, device=device,
                              mode="generate", self_attention=CachedSelfAttention)  # fmt: skip
     _randomize(model)
-    generator = MegatronGenerator(model, groups.tp, arch.vocab_size, max_sequences=max(batches), device=device, dtype=dtype,
-                                  max_sequence_length=args.prompt + args.new,
-                                  max_prefill_tokens=max(args.prefill_tokens, args.prompt), cache_strategy="full")  # fmt: skip
+    generator = MegatronGenerator(
+        model, groups.tp, arch.vocab_size, max_sequences=max(batches), device=device, dtype=dtype,
+        max_sequence_length=args.prompt + args.new, max_prefill_tokens=max(args.prefill_tokens, args.prompt),
+        cache_strategy="full",
+    )  # fmt: skip
     generator.weights_version = 0
     requests = _Requests(args, arch.vocab_size)
     weights = sum(p.nbytes for p in model.parameters())
@@ -183,12 +185,16 @@ def _own(args: argparse.Namespace, arch: Any, batches: list[int], dtype: Any, ru
     for batch in batches:
         generator.generate(requests(batch, _WARM_TOKENS))
 
-        def call(batch: int = batch) -> dict[str, float]:
+        def call(new: int = args.new, batch: int = batch) -> dict[str, float]:
             clock = _Clock(batch, device)
-            generator.generate(requests(batch, args.new), on_step=clock.on_step)
+            generator.generate(requests(batch, new), on_step=clock.on_step)
             return clock.report()
 
-        row = call()
+        row, eager = call(), None
+        if generator.runner is not None and generator.runner.graphs:
+            generator.runner.graphs = False
+            eager = call(min(args.new, 32))["decode_step_s"]
+            generator.runner.graphs = True
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.001)
@@ -201,6 +207,7 @@ def _own(args: argparse.Namespace, arch: Any, batches: list[int], dtype: Any, ru
             "bandwidth_share": None if bandwidth is None else read / row["decode_step_s"] / bandwidth,
             "matrix_share": None if peak is None else flops / row["prefill_s"] / peak,
             "sampling_share": _sampling_seconds(args, generator, batch) / row["decode_step_s"],
+            "eager_step_s": eager,
             "after_update": updated["tokens_per_second"] / row["tokens_per_second"],
         })  # fmt: skip
     return rows
@@ -270,7 +277,7 @@ def _hf(args: argparse.Namespace, hf_config: dict[str, Any], batches: list[int],
 
 _COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:,.0f}"), ("decode tokens/s", "decode_tokens_per_second", "{:,.0f}"),
-    ("step ms", "decode_step_s", "ms"), ("first token ms", "first_token_s", "ms"), ("prefill ms", "prefill_s", "ms"),
+    ("step ms", "decode_step_s", "ms"), ("without graphs", "eager_step_s", "ms"), ("first token ms", "first_token_s", "ms"), ("prefill ms", "prefill_s", "ms"),
     ("bandwidth", "bandwidth_share", "{:.0%}"), ("matrix peak", "matrix_share", "{:.0%}"),
     ("sampling", "sampling_share", "{:.1%}"), ("after update", "after_update", "{:.1%}"),
 )  # fmt: skip
