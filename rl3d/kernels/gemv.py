@@ -24,9 +24,9 @@ def _gemv(x_ptr, norm_ptr, weight_ptr, residual_ptr, out_ptr, outputs, inputs, e
     dtype = x_ptr.dtype.element_ty
     rstd = 1.0
     if NORM:
-        column = tl.arange(0, WIDTH)
-        x = tl.load(x_ptr + column, mask=column < inputs, other=0.0).to(tl.float32)
-        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / inputs + eps)
+        all_columns = tl.arange(0, WIDTH)
+        whole = tl.load(x_ptr + all_columns, mask=all_columns < inputs, other=0.0).to(tl.float32)
+        rstd = 1.0 / tl.sqrt(tl.sum(whole * whole, axis=0) / inputs + eps)
     sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     others = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for first in range(0, inputs, BLOCK):

@@ -134,7 +134,7 @@ def _stages(device: torch.device, nbytes: int) -> int:
     """Tiles of keys and values, ``nbytes`` a pair, to have on their way: up to 3, in half of the shared memory."""
     if device.type != "cuda":
         return 1
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 98304)
     return max(1, min(3, shared // 2 // nbytes))
 
 
