@@ -340,3 +340,37 @@ def test_a_request_can_be_aborted_from_a_callback(engine: Any) -> None:
 def test_two_requests_of_one_name_are_refused(engine: Any) -> None:
     with pytest.raises(GenerationError, match="request 1 .*'a' was given twice"):
         engine.generate([Request(PROMPT, GREEDY, request_id="a")] * 2)
+
+
+def test_fused_steps_run_ahead_of_the_host_and_change_nothing(model: Path, groups: Any) -> None:
+    stops = [(), tuple(range(3, 40))]
+    requests = [Request(PROMPT + [3 + i], SamplingParams(20 + i, seed=5, stop_token_ids=stops[i % 2]), (0, i, 0), str(i))
+                for i in range(9)]  # fmt: skip
+    plain = build_engine(str(model), groups, max_sequences=8).generate(requests)
+    fused = build_engine(str(model), groups, max_sequences=8, page_size=4, pages=24, fused=True)
+    steps, started, read = fused.runner.step, [], []
+
+    def start(longest: int) -> Any:
+        started.append(len(read))
+        return steps(longest)
+
+    fused.runner.step = start
+    results = fused.generate(requests, on_step=lambda progress: read.append(progress.tokens))
+    assert fused.counts.preempted > 0 and fused.pool.available == 24
+    assert len(started) > len(set(started)), "a second step was started before the first one's draw was read"
+    assert [(r.token_ids, r.finish_reason) for r in results] == [(r.token_ids, r.finish_reason) for r in plain]
+    assert {r.finish_reason for r in results} == {"stop", "length"}
+
+    def cut(progress: Progress) -> None:
+        if progress.tokens > 30:
+            fused.abort("2")
+
+    aborted = fused.generate(requests, on_step=cut)
+    assert aborted[2].finish_reason == "abort" and fused.pool.available == 24
+    for a, b in zip(aborted, plain, strict=True):
+        assert a.token_ids == b.token_ids[: len(a.token_ids)]
+        assert a.finish_reason == "abort" or a.token_ids == b.token_ids
+    fused.model.decoder.layers[1].input_layernorm.late_rounding = True
+    settings = {"max_sequences": 2, "max_sequence_length": MAX_LENGTH, "device": "cpu", "dtype": torch.float32}
+    with pytest.raises(ValueError, match="fused decoding cannot compute this model: the norm before attention"):
+        type(fused)(fused.model, None, VOCAB, fused=True, **settings)
