@@ -45,8 +45,8 @@ class MegatronGenerator:
         max_prefill_tokens: prompt tokens computed in one forward pass; longer prompts take several.
         share_prefixes: use the pages of prompts seen before again, within one version of the weights.
         body: forward pass, see :func:`rl3d.generation.body.make_body`.
-        fused: decode with :class:`rl3d.generation.graphs.DecodeRunner` (fused kernels, CUDA graphs); ``None``: on CUDA,
-            where it knows the model and no other body was asked for.
+        fused: decode with :class:`rl3d.generation.graphs.DecodeRunner` (fused kernels, CUDA graphs); ``None``: on
+            CUDA at TP 1, where it knows the model and no other body was asked for.
 
     Attributes:
         weights_version: version of the weights in ``model``; whoever loads weights sets it. ``None``: nothing loaded.
@@ -113,7 +113,7 @@ class MegatronGenerator:
         reason = reason_against(self.model, 1 if self.group is None else self.group.size())
         if wanted and reason:
             raise ValueError(f"fused decoding cannot compute this model: {reason}; leave fused = None")
-        if reason or not (self.device.type == "cuda" if wanted is None else wanted):
+        if reason or not (self.device.type == "cuda" and self.group is None if wanted is None else wanted):
             return None
         body = DecodeBody(self.model, self.cache, self.group, self.max_sequence_length)
         return DecodeRunner(body, self.sampler, self.cache, self.table.tensor)

@@ -42,7 +42,6 @@ ENGINES = {
     "pages of 8": {"max_sequences": 5, "page_size": 8},
     "pages of 16, few": {"max_sequences": 9, "page_size": 16, "pages": 6, "body": "megatron"},
     "pages of 3, few, chunks of 7": {"max_sequences": 14, "page_size": 3, "pages": 30, "max_prefill_tokens": 7},
-    "fused": {"max_sequences": 5, "page_size": 8, "fused": True},
     "one at a time": {"max_sequences": 1, "max_prefill_tokens": 8, "share_prefixes": False},
 }
 GREEDY_RUNS = [
@@ -53,7 +52,7 @@ GREEDY_RUNS = [
 ]  # fmt: skip
 SAMPLED_RUNS = [(1, "usual"), (1, "pages of 8"), (1, "one at a time"), (2, "pages of 8"), (4, "pages of 16, few"),
                 (1, "pages of 3, few, chunks of 7"), (2, "pages of 3, few, chunks of 7")]  # fmt: skip
-FILTERED_RUNS = [(1, "usual"), (2, "pages of 8"), (4, "pages of 16, few"), (1, "fused")]
+FILTERED_RUNS = [(1, "usual"), (2, "pages of 8"), (4, "pages of 16, few")]
 
 
 @pytest.fixture(scope="module")
