@@ -10,12 +10,14 @@ from importlib import import_module
 from rl3d import __version__
 
 USAGE_ERROR = 2
-COMMANDS = ("train", "generate", "plan", "scale", "memory", "config", "check_env", "prepare", "export", "files", "bench")
+COMMANDS = (
+    "train", "generate", "plan", "scale", "memory", "config", "check_env", "prepare", "export", "convert", "files", "bench",
+)  # fmt: skip
 """Modules of this package, one for each command, in the order of ``--help``. Each has ``add(commands)``, which declares
 the command, and ``run(args)``, which imports what it needs and returns the exit code."""
 PLAIN_ERRORS = {
-    "BenchError", "ConfigError", "DataError", "GenerationError", "HubError", "PrepareError", "ResumeError", "StartupError",
-    "TopologyError", "UnsupportedModelError", "UsageError",
+    "BenchError", "CheckpointError", "ConfigError", "ConvertError", "DataError", "GenerationError", "HubError",
+    "PrepareError", "ResumeError", "StartupError", "TopologyError", "UnsupportedModelError", "UsageError",
 }  # fmt: skip
 
 

@@ -29,6 +29,19 @@ SIDECARS = (
 )  # fmt: skip
 
 
+def safetensors_header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
+    """What precedes the values of a safetensors file that holds these tensors in this order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
 class SafetensorsStream:
     """Writes a safetensors file tensor by tensor, in the order announced; finished by an atomic rename.
 
@@ -41,16 +54,8 @@ class SafetensorsStream:
         self._path, self._partial = path, path.with_name(f".{path.name}.{os.getpid()}.partial")
         self._pending = list(shapes.items())
         self._dtype = dtype
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, shape in shapes.items():
-            size = torch.Size(shape).numel() * dtype.itemsize
-            header[name] = {"dtype": _DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
-            offset += size
-        encoded = json.dumps(header, separators=(",", ":")).encode()
-        encoded += b" " * (-len(encoded) % 8)
         self._file = self._partial.open("wb")
-        self._file.write(struct.pack("<Q", len(encoded)) + encoded)
+        self._file.write(safetensors_header(shapes, dtype))
 
     def write(self, name: str, value: Tensor) -> None:
         """Append the next tensor. Raises :class:`ValueError` when it is not the one announced."""

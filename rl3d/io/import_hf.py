@@ -10,6 +10,8 @@ from rl3d.io.hf_reader import CheckpointError, HFReader
 from rl3d.io.random_reader import RandomReader, is_random
 from rl3d.models import Architecture, MappedParameter, hf_shapes, mapped_parameters
 
+_BLOCK_BYTES = 32 << 20  # read at a time, so that a large tensor is not in memory twice
+
 
 @torch.no_grad()
 def import_hf(directory: str | Path, arch: Architecture, padded_vocab: int, tensors: Mapping[str, Tensor],
@@ -58,22 +60,35 @@ def read_shard(reader: HFReader | RandomReader, mapped: MappedParameter, tp_size
                 if start < stop:
                     rows = (s.hf_start + start - s.start, s.hf_start + stop - s.start)
                     local = piece.local_start + start - piece.global_start
-                    _copy(out[local : local + stop - start], reader.read(s.hf_name, rows), s.hf_name)
+                    _copy(out[local : local + stop - start], reader, s.hf_name, rows)
         return
     for s in mapped.segments:
         target = out[s.start : s.start + s.length]
         if spec.dim is None:
-            _copy(target, reader.read(s.hf_name, (s.hf_start, s.hf_start + s.length)), s.hf_name)
+            _copy(target, reader, s.hf_name, (s.hf_start, s.hf_start + s.length))
             continue
         for piece in spec.pieces(tp_size, tp_rank):
             columns = (piece.global_start, piece.global_start + piece.length)
-            value = reader.read(s.hf_name, (s.hf_start, s.hf_start + s.length), columns)
-            _copy(target[:, piece.local_start : piece.local_start + piece.length], value, s.hf_name)
+            part = target[:, piece.local_start : piece.local_start + piece.length]
+            _copy(part, reader, s.hf_name, (s.hf_start, s.hf_start + s.length), columns)
 
 
-def _copy(target: Tensor, value: Tensor, name: str) -> None:
+def _copy(target: Tensor, reader: HFReader | RandomReader, name: str, rows: tuple[int, int],
+          columns: tuple[int, int] | None = None) -> None:  # fmt: skip
+    step = max(1, _BLOCK_BYTES // max(1, target[:1].numel() * 8))
+    for start in range(0, rows[1] - rows[0], step):
+        stop = min(start + step, rows[1] - rows[0])
+        _copy_block(target[start:stop], reader.read(name, (rows[0] + start, rows[0] + stop), columns), reader, name)
+
+
+def _copy_block(target: Tensor, value: Tensor, reader: HFReader | RandomReader, name: str) -> None:
     if not value.is_floating_point():
-        raise CheckpointError(f"{name} has dtype {value.dtype}; expected floating-point weights")
+        raise CheckpointError(f"{name} has dtype {value.dtype} in {reader.file(name)}; expected floating-point weights")
     if not torch.isfinite(value).all():
-        raise CheckpointError(f"{name} holds NaN or infinite values; the checkpoint is damaged")
+        raise CheckpointError(f"{name} holds NaN or infinite values in {reader.file(name)}; the checkpoint is damaged")
     target.copy_(value)
+    if target.dtype != value.dtype and not torch.isfinite(target).all():
+        raise CheckpointError(
+            f"{name} in {reader.file(name)} holds values up to {float(value.abs().max()):.3g}, more than {target.dtype} "
+            f"can hold; choose another dtype"
+        )

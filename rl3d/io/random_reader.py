@@ -42,12 +42,17 @@ class RandomReader:
 
     def __init__(self, directory: str | Path, device: torch.device):
         settings = json.loads((Path(directory) / RANDOM_FILE).read_text())
+        self._directory = Path(directory)
         self._seed, self._std, self._device = settings["seed"], settings["std"], device
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def check(self, expected: Mapping[str, tuple[int, ...]], tied_head: str | None = None) -> None:
         """Take the shapes from the rules: there is nothing to compare them with."""
         self._shapes = dict(expected)
+
+    def file(self, name: str) -> Path:
+        """What stands for the file that the tensor would be in."""
+        return self._directory / RANDOM_FILE
 
     def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> Tensor:
         """Rows ``[a, b)`` of a tensor in fp32, optionally only columns ``[a, b)``."""

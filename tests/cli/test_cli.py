@@ -23,6 +23,8 @@ COMMANDS = [
     ["check-env"],
     ["prepare"],
     ["export"],
+    ["convert"],
+    ["convert", "import"],
     ["bench"],
     ["bench", "plan"],
 ]

@@ -1,0 +1,150 @@
+"""``rl3d convert``: Hugging Face -> Megatron, Megatron -> Hugging Face, and proof that nothing changed on the way."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from rl3d.cli.arguments import command, positive
+
+DIFFERENT = 1
+_CODES = (
+    "Exit codes: 0 done; 1 verify found differences, or an unforeseen failure; 2 refused, nothing written; 130 interrupted."
+)
+
+
+def add(commands: Any) -> None:
+    sub = command(
+        commands, "convert", run, "Convert checkpoints: HF -> Megatron, Megatron -> HF; inspect and verify them.", _CODES
+    )
+    declare(sub)
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """The commands below ``convert``."""
+    parser.set_defaults(parser=parser, work=None)
+    works = parser.add_subparsers(metavar="WORK", title="works")
+
+    def work(name: str, function: Any, text: str) -> argparse.ArgumentParser:
+        sub = works.add_parser(name, help=text, description=f"{text} {_CODES}")
+        sub.set_defaults(work=function)
+        return sub
+
+    into = work("import", _import, "HF -> Megatron: a torch_dist directory that megatron-core loads at any layout.")
+    into.add_argument("source", metavar="SRC", help="Hugging Face directory (safetensors)")
+    into.add_argument("--vocab-multiple", type=positive, default=128, metavar="N",
+                      help="pad the vocabulary to a multiple (make-vocab-size-divisible-by; default 128)")  # fmt: skip
+    out = work("export", _export, "Megatron -> HF: a directory that transformers and vLLM load.")
+    out.add_argument("source", metavar="SRC", help="Megatron torch_dist directory")
+    out.add_argument("--hf", metavar="DIR", help="config.json and tokenizer, for a checkpoint that has none beside it")
+    for sub in (into, out):
+        sub.add_argument("target", metavar="DST", help="directory to make; it appears when it is complete")
+        sub.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the result (default: as stored)")
+        sub.add_argument(
+            "--max-shard-size", metavar="SIZE", default="5GB", help="begin another file after this (default 5GB)"
+        )
+        sub.add_argument("--jobs", type=positive, default=1, metavar="N",
+                         help="files written at a time, each with a parameter in memory (default 1)")  # fmt: skip
+        sub.add_argument("--dry-run", action="store_true", help="prove that it can be done, say what would be written")
+        sub.add_argument("--resume", action="store_true", help="take up what a killed conversion left")
+        sub.add_argument("--overwrite", action="store_true", help="replace DST, once the new one is complete")
+    look = work("inspect", _inspect, "Format, shapes, dtypes, bytes and fingerprints of a checkpoint.")
+    same = work("verify", _verify, "Whether A and B hold the same model bit for bit, whatever their formats.")
+    for sub in (look, same):
+        sub.add_argument("first", metavar="A", help="Hugging Face or torch_dist directory, or an rl3d checkpoint")
+        sub.add_argument("--hf", metavar="DIR", help="config.json for a Megatron checkpoint that has none beside it")
+        sub.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="read as (default: as stored)")
+    same.add_argument("second", metavar="B", nargs="?", help="left out: compare A with what its conversion recorded")
+    look.add_argument("--fingerprints", action="store_true", help="read every value, too")
+    work("families", _families, "Model families that can be converted.")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.work is None:
+        args.parser.print_help()
+        return 2
+    return args.work(args)
+
+
+def _convert(args: argparse.Namespace, function: Any, **more: Any) -> int:
+    from rl3d.io.convert import parse_size
+
+    show = _show if sys.stderr.isatty() else None
+    last: list[float] = [0, 0]
+
+    def note(done: int, total: int, seconds: float) -> None:
+        last[:] = done, seconds
+        if show:
+            show(done, total, seconds)
+
+    settings = {key: getattr(args, key) for key in ("dtype", "jobs", "dry_run", "resume", "overwrite")}
+    size = parse_size(args.max_shard_size)
+    made = function(args.source, args.target, max_shard_size=size, show=note, **settings, **more)
+    if show:
+        print(file=sys.stderr)
+    if args.dry_run:
+        print(json.dumps(made, indent=2))
+        return 0
+    print(f"{args.target}: {made['family']}, {made['dtype']}, {made['bytes']:,} bytes, fingerprint {made['fingerprint']} "
+          f"({last[0] / 1e9 / max(last[1], 1e-9):.2f} GB/s)")  # fmt: skip
+    return 0
+
+
+def _show(done: int, total: int, seconds: float) -> None:
+    share = min(1.0, done / max(1, total))
+    bar = "#" * round(30 * share)
+    print(f"\r[{bar:<30}] {share:4.0%} {done / 1e9 / max(seconds, 1e-9):.2f} GB/s", end="", file=sys.stderr, flush=True)
+
+
+def _import(args: argparse.Namespace) -> int:
+    from rl3d.io.convert import hf_to_megatron
+
+    return _convert(args, hf_to_megatron, vocab_multiple=args.vocab_multiple)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from rl3d.io.convert import megatron_to_hf
+
+    return _convert(args, megatron_to_hf, hf=args.hf)
+
+
+def _open(path: str, args: argparse.Namespace) -> Any:
+    from rl3d.io.source import DTYPES, Source
+
+    return Source(path, args.hf, DTYPES[args.dtype] if args.dtype else None)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from rl3d.reshard.fingerprint import fold
+
+    source, prints, total = _open(args.first, args), {}, 0
+    print(f"{source.weights}: {source.kind}, {source.arch.family}, {len(source.parameters)} parameters in canonical form")
+    for mapped in source.parameters:
+        spec, line = mapped.spec, ""
+        if args.fingerprints:
+            prints[spec.name] = source.fingerprint(mapped)
+            line = f"  {prints[spec.name]:016x}"
+        size, shape = spec.numel * source.dtype.itemsize, "x".join(map(str, spec.shape))
+        total += size
+        print(f"{spec.name:<64} {shape:>16} {str(source.dtype).removeprefix('torch.')} {size:>13,}{line}")
+    print(f"{total:,} bytes" + (f", fingerprint {fold(prints)}" if args.fingerprints else ""))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from rl3d.io.compare import changes, differences
+
+    first = _open(args.first, args)
+    found = changes(first) if args.second is None else differences(first, _open(args.second, args))
+    for line in found:
+        print(f"differs: {line}", file=sys.stderr)
+    if not found:
+        print(f"the same: {len(first.parameters)} parameters, {first.dtype}")
+    return DIFFERENT if found else 0
+
+
+def _families(args: argparse.Namespace) -> int:
+    from rl3d.models import FAMILIES
+
+    print("\n".join(sorted(FAMILIES)))
+    return 0

@@ -1,0 +1,268 @@
+"""megatron-core's ``torch_dist`` directories, without a model and without holding more than one parameter.
+
+They are torch.distributed.checkpoint directories plus ``metadata.json``. Equal layers are stacked into one tensor
+[layers, ...] named without the layer's number, and the norms before a projection carry Transformer Engine's names.
+"""
+
+import io
+import json
+import pickle
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from rl3d.io.hf_reader import CheckpointError
+from rl3d.layout import ParamSpec
+
+CONFIG_FILE, METADATA_FILE, COMMON_FILE = "metadata.json", ".metadata", "common.pt"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+# megatron-core's names in its own ("local") modules -> with Transformer Engine, and in every file
+_TE_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def stored_name(spec: ParamSpec) -> str:
+    """Name of the (stacked) tensor that holds the parameter."""
+    if spec.layer is None:
+        return spec.name
+    rest = spec.name.removeprefix(f"decoder.layers.{spec.layer}.")
+    return f"decoder.layers.{_TE_NORMS.get(rest, rest)}"
+
+
+def _names(spec: ParamSpec) -> list[tuple[str, bool]]:
+    """(name, stacked) under which files in use hold the parameter."""
+    if spec.layer is None:
+        return [(spec.name, False)]
+    head = f"decoder.layers.{spec.layer}."
+    rest = spec.name.removeprefix(head)
+    variants = dict.fromkeys((_TE_NORMS.get(rest, rest), rest))
+    return [(f"decoder.layers.{v}", True) for v in variants] + [(head + v, False) for v in variants]
+
+
+def encode(spec: ParamSpec, value: Tensor) -> Iterator[memoryview]:
+    """The bytes that stand for one parameter in a data file, as one block that is valid until the next is asked for."""
+    buffer = io.BytesIO()
+    torch.save(value[None] if spec.layer is not None else value, buffer)
+    with buffer.getbuffer() as view:  # released by hand: collected together with its buffer it would crash Python
+        yield view
+
+
+def write_metadata(directory: Path, specs: Iterable[ParamSpec], dtypes: Mapping[str, torch.dtype],
+                   places: Mapping[str, tuple[str, int, int]], layers: int) -> None:  # fmt: skip
+    """Complete a directory whose data files hold what :func:`encode` gave.
+
+    Args:
+        dtypes: canonical name -> dtype.
+        places: canonical name -> (file, offset, length).
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for spec in specs:
+        name, stacked = stored_name(spec), spec.layer is not None
+        shape = torch.Size((layers, *spec.shape) if stacked else spec.shape)
+        if name not in tensors:
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtypes[spec.name]), shape, [])
+        offsets = torch.Size((spec.layer, *[0] * len(spec.shape)) if stacked else [0] * len(spec.shape))  # type: ignore
+        sizes = torch.Size((1, *spec.shape) if stacked else spec.shape)
+        file, *extent = places[spec.name]
+        storage[MetadataIndex(name, offsets)] = _StorageInfo(sys.intern(file), *extent)  # pickle tells objects apart
+        tensors[name].chunks.append(ChunkStorageMetadata(offsets, sizes))
+    metadata = Metadata(tensors, planner_data={n: (n,) for n in tensors}, storage_data=storage, version="1.0.0")  # type: ignore
+    with (directory / METADATA_FILE).open("wb") as file:
+        pickle.dump(metadata, file)
+    torch.save({}, directory / COMMON_FILE)
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
+              "common_backend_version": 1}  # fmt: skip
+    (directory / CONFIG_FILE).write_text(json.dumps(config))
+
+
+def checkpoint_directory(path: Path) -> Path:
+    """The directory with the weights: ``path``, or the iteration in it that Megatron-LM's tracker file names.
+
+    Raises :class:`CheckpointError` for other kinds of Megatron checkpoints.
+    """
+    tracker = path / TRACKER_FILE
+    if tracker.is_file():
+        word = tracker.read_text().strip()
+        path = path / (word if word == "release" else f"iter_{int(word):07d}" if word.isdigit() else word)
+    legacy = sorted(p.name for p in path.glob("mp_rank_*"))
+    if legacy:
+        raise CheckpointError(
+            f"{path} holds {legacy[0]}: a legacy Megatron checkpoint, whose pickled ranks cannot be read safely; convert "
+            f"it with the Megatron-LM that wrote it (--ckpt-format torch_dist)"
+        )
+    return path
+
+
+def is_torch_dist(path: Path) -> bool:
+    return (path / METADATA_FILE).is_file() or (path / TRACKER_FILE).is_file() or any(path.glob("mp_rank_*"))
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads the classes of torch.distributed.checkpoint and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.distributed.checkpoint.metadata" or (module, name) in {
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+            ("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"), ("builtins", "set"),
+        }:  # fmt: skip
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(f"{METADATA_FILE} asks for {module}.{name}, which checkpoint metadata has no use for; refused")
+
+
+class TorchDistReader:
+    """Parameters of a ``torch_dist`` directory under their canonical names, whatever layout wrote it.
+
+    Raises:
+        CheckpointError: not such a directory, or damaged.
+    """
+
+    def __init__(self, path: Path):
+        self.directory = checkpoint_directory(path)
+        file = self.directory / METADATA_FILE
+        if not file.is_file():
+            raise CheckpointError(f"{self.directory} has no {METADATA_FILE}; expected a torch_dist checkpoint")
+        try:
+            with file.open("rb") as stream:
+                metadata = _MetadataUnpickler(stream).load()
+            tensors, self._storage = metadata.state_dict_metadata, metadata.storage_data
+        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error!r}") from error
+        if getattr(metadata, "mcore_data", None):
+            flat = [k for k, v in metadata.mcore_data.items() if v and k in tensors]
+            if flat:
+                raise CheckpointError(
+                    f"{flat[0]} is stored in a reformulated layout in {file}; save it with torch_dist again"
+                )
+        self._tensors = {k: v for k, v in tensors.items() if isinstance(v, TensorStorageMetadata)}
+
+    def check(self, specs: Sequence[ParamSpec]) -> None:
+        """Prove that the directory holds exactly the parameters of a model, whole, before any is read.
+
+        ``specs`` have the vocabulary unpadded; files may pad it.
+
+        Raises:
+            CheckpointError: missing, unexpected, mis-shaped, mis-typed or truncated tensors, each by name.
+        """
+        problems, used = [], set()
+        layers = len({s.layer for s in specs if s.layer is not None})
+        for spec in specs:
+            found = self._find(spec)
+            if found is None:
+                problems.append(f"missing: {spec.name} (as {stored_name(spec)})")
+                continue
+            name, stacked = found
+            used.add(name)
+            meta, shape = self._tensors[name], tuple(self._tensors[name].size)
+            right = (layers, *spec.shape) if stacked else spec.shape
+            rows = 1 if stacked else 0
+            fits = len(shape) == len(right) and all(
+                a == b or (spec.valid_rows is not None and i == rows and a >= b)
+                for i, (a, b) in enumerate(zip(shape, right))
+            )
+            if not fits:
+                problems.append(f"{name}: shape {shape}, expected {tuple(right)}")
+            elif not meta.properties.dtype.is_floating_point:
+                problems.append(f"{name} has dtype {meta.properties.dtype}; expected floating-point weights")
+        # optimiser states and bytes (_extra_state) lie beside the weights of a training checkpoint
+        extra = [n for n in self._tensors if n not in used and not n.startswith("optimizer") and "_extra_state" not in n]
+        problems += [f"unexpected: {name}" for name in sorted(extra)]
+        problems += self._damaged(used)
+        if problems:
+            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise CheckpointError(f"{self.directory} does not match its config.json: {shown}")
+
+    def _damaged(self, used: set[str]) -> list[str]:
+        out, covered = [], dict.fromkeys(used, 0)
+        sizes: dict[str, int] = {}
+        for index, info in self._storage.items():
+            if index.fqn not in used:
+                continue
+            file = self.directory / info.relative_path
+            if info.relative_path not in sizes:
+                sizes[info.relative_path] = file.stat().st_size if file.is_file() else -1
+            size = sizes[info.relative_path]
+            if size < info.offset + info.length:
+                what = (
+                    "does not exist" if size < 0 else f"ends at byte {size}, expected at least {info.offset + info.length}"
+                )
+                out.append(f"{index.fqn}: {file.name} {what}")
+            if getattr(info, "transform_descriptors", None):
+                out.append(f"{index.fqn}: stored with {info.transform_descriptors}, expected plain tensors")
+        for name in used:
+            meta = self._tensors[name]
+            covered[name] = sum(c.sizes.numel() for c in {(*c.offsets,): c for c in meta.chunks}.values())
+            if covered[name] != meta.size.numel():
+                out.append(f"{name}: its pieces hold {covered[name]} of {meta.size.numel()} values")
+            out += [
+                f"{name}: no data for the piece at {tuple(c.offsets)}" for c in meta.chunks
+                if MetadataIndex(name, c.offsets) not in self._storage
+            ]  # fmt: skip
+        return out
+
+    def _find(self, spec: ParamSpec) -> tuple[str, bool] | None:
+        return next(((n, stacked) for n, stacked in _names(spec) if n in self._tensors), None)
+
+    def dtype(self, spec: ParamSpec) -> torch.dtype:
+        found = self._find(spec)
+        assert found is not None, spec.name
+        return self._tensors[found[0]].properties.dtype
+
+    def read(self, spec: ParamSpec) -> Tensor:
+        """The whole parameter (``spec.shape``); vocabulary rows that the file has beyond it are left out."""
+        found = self._find(spec)
+        assert found is not None, spec.name
+        name, stacked = found
+        meta = self._tensors[name]
+        out = torch.empty(spec.shape, dtype=meta.properties.dtype)
+        for chunk in meta.chunks:
+            start, size = list(chunk.offsets), list(chunk.sizes)
+            if stacked:
+                if not start[0] <= spec.layer < start[0] + size[0]:  # type: ignore[operator]
+                    continue
+                inner = spec.layer - start[0]  # type: ignore[operator]
+                start, size = start[1:], size[1:]
+            kept = [min(a + n, limit) - a for a, n, limit in zip(start, size, spec.shape)]
+            if min(kept) <= 0:
+                continue
+            value = self._load(MetadataIndex(name, chunk.offsets), tuple(chunk.sizes), meta.properties.dtype)
+            value = value[inner] if stacked else value
+            target = out
+            for axis, (a, n) in enumerate(zip(start, kept)):
+                target, value = target.narrow(axis, a, n), value.narrow(axis, 0, n)
+            target.copy_(value)
+        if not all(bool(block.isfinite().all()) for block in out.split(max(1, (32 << 20) // max(1, out[:1].nbytes)))):
+            raise CheckpointError(f"{spec.name} holds NaN or infinite values in {self.directory} ({name})")
+        return out
+
+    def _load(self, index: MetadataIndex, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        info = self._storage[index]
+        path = self.directory / info.relative_path
+        try:
+            with path.open("rb") as file:
+                view = cast(Any, _create_file_view(file, info.offset, info.length))
+                value = torch.load(view, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointError(f"{index.fqn} in {path} at byte {info.offset} cannot be read: {error}") from error
+        found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        if found != (shape, dtype):
+            raise CheckpointError(f"{index.fqn} in {path} at byte {info.offset}: found {found}, expected {(shape, dtype)}")
+        return value
