@@ -99,6 +99,11 @@ class LayoutConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA when there is a GPU.")
     staging_mib: PositiveInt = Field(default=48, description="Largest staging buffer of a switch, MiB a direction.")
+    transport: Literal["p2p", "auto", "peer"] = Field(
+        default="p2p",
+        description="How weights travel at a switch. p2p: messages of NCCL or gloo. auto: ranks of a host read each other's "
+        "memory (CUDA IPC, on a CPU shared memory) where they can; peer: it is an error when they cannot.",
+    )
     training_copy: Literal["keep", "drop"] = Field(
         default="keep",
         description="drop: give the training weights' memory back during generation and rebuild them afterwards.",

@@ -113,6 +113,12 @@ def _layout_problems(cfg: RunConfig) -> list[Problem]:
     if train.zero == 3 and cfg.layout.training_copy == "drop":
         text = "zero3 keeps no whole training weights that could be dropped; use training_copy=keep"
         problems.append(Problem("layout.training_copy", text, "drop"))
+    if cfg.layout.transport == "peer":
+        freed = {"training_copy": "drop", "offload": "params"}
+        for key in (key for key, value in freed.items() if getattr(cfg.layout, key) == value):
+            text = f"frees memory that layout.transport = peer lets other ranks read; use layout.transport=p2p, or {key}="
+            other = "keep" if key == "training_copy" else "optimizer"
+            problems.append(Problem(f"layout.{key}", text + other, freed[key]))
     if cfg.layout.sequence_parallel and train.tp == 1:
         text = f"splits the sequence over tensor-parallel ranks, and layout.train = {train} has one; write tp2 or more"
         problems.append(Problem("layout.sequence_parallel", text, True))

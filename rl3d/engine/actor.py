@@ -77,6 +77,7 @@ class Actor:
         cache_strategy: of the key/value cache: ``"adaptive"``, ``"full"`` or ``"lightweight"`` (rl3d.generation.sizing).
         staging_mib: cap on the staging memory of a switch, MiB per direction.
         verify: compare fingerprints of every parameter after each switch.
+        transport: ``"p2p"``: messages; ``"auto"``, ``"peer"``: ranks of a host read each other's memory (if they can, must).
         training_copy: ``"keep"``, or ``"drop"`` to give the training weights' memory back during generation.
         sequence_parallel: split the sequence over tensor-parallel ranks outside attention and MLP.
         recompute: activations computed again in the backward pass: ``"none"``, ``"selective"`` (core attention) or
@@ -100,11 +101,11 @@ class Actor:
                  gen: str | GenLayout = "tp1", order: str = "auto", dtype: str | torch.dtype = "auto",
                  device: str = "auto", use_flash_attention: bool = True, algorithm: PPOConfig | None = None,
                  max_sequence_length: int | None = None, max_sequences: int = 64, max_prefill_tokens: int = 8192,
-                 cache_strategy: str = "adaptive", staging_mib: int = 48, verify: bool = False, training_copy: str = "keep",
-                 sequence_parallel: bool = False, recompute: str = "none", offload: str = "none",
+                 cache_strategy: str = "adaptive", staging_mib: int = 48, verify: bool = False, transport: str = "p2p",
+                 training_copy: str = "keep", sequence_parallel: bool = False, recompute: str = "none", offload: str = "none",
                  reference: bool | None = None, reference_residency: str = "device",
-                 deepspeed: Mapping[str, Any] | None = None, megatron: Mapping[str, Any] | None = None, seed: int = 0,
-                 timeout_s: float = 600):  # fmt: skip
+                 deepspeed: Mapping[str, Any] | None = None, megatron: Mapping[str, Any] | None = None,
+                 seed: int = 0, timeout_s: float = 600):  # fmt: skip
         deepspeed, megatron = dict(deepspeed or {}), dict(megatron or {})
         problems = passthrough_problems("deepspeed", deepspeed) + passthrough_problems("megatron", megatron)
         if problems:
@@ -132,9 +133,7 @@ class Actor:
             max_sequence_length=max_sequence_length,
             max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, cache_strategy=cache_strategy,
             staging_bytes=staging_mib << 20,
-            verify=verify,
-            training_copy=training_copy,
-            sequence_parallel=sequence_parallel,
+            verify=verify, transport=transport, training_copy=training_copy, sequence_parallel=sequence_parallel,
             recompute=recompute,
             offload=offload,
             reference=reference,

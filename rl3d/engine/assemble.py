@@ -48,6 +48,7 @@ class ActorSettings:
     cache_strategy: str = "adaptive"
     staging_bytes: int = 48 << 20
     verify: bool = False
+    transport: str = "p2p"
     training_copy: str = "keep"
     sequence_parallel: bool = False
     recompute: str = "none"
@@ -155,7 +156,7 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     hybrid = HybridEngine(
         engine, generator, gen_weights, specs=specs, source=source, target=target, group=move_group, rank=runtime.rank,
         device=device, staging_bytes=settings.staging_bytes, nodes=runtime.nodes, verify=settings.verify,
-        training_copy=settings.training_copy,
+        transport=settings.transport, training_copy=settings.training_copy,
     )  # fmt: skip
     return ActorParts(arch, padded_vocab, groups, gen_groups, engine, hybrid, reference, mesh.order, build)
 

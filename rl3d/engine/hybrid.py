@@ -16,6 +16,7 @@ from rl3d.reshard.cache import cached_plan
 from rl3d.reshard.executor import Resharder
 from rl3d.reshard.fingerprint import compare, fingerprint_shards, replica_differences
 from rl3d.reshard.plan import Plan
+from rl3d.reshard.transports import PeerTransport
 from rl3d.utils.profiling import record_switch
 
 TRAINING, GENERATION = "training", "generation"
@@ -40,6 +41,7 @@ class SwitchReport:
     bytes_received: int = 0
     staging_bytes: int = 0
     cache_bytes: int = 0
+    transport: str = ""
 
     @property
     def total_seconds(self) -> float:
@@ -64,14 +66,21 @@ class HybridEngine:
         nodes: node of each rank.
         verify: compare fingerprints of every parameter after each move.
         training_copy: ``"keep"`` or ``"drop"``.
+        transport: ``"p2p"``: messages. ``"auto"``: ranks of a host read each other's memory where they can, and where
+            none of it is freed between two switches; ``"peer"``: they must.
     """
 
     def __init__(self, train: TrainingEngine, generator: MegatronGenerator | None, gen_weights: dict[str, Tensor], *,
                  specs: Sequence[ParamSpec], source: ShardLayout, target: ShardLayout, group: Any, rank: int,
                  device: torch.device, staging_bytes: int = 48 << 20, nodes: Sequence[int] | None = None,
-                 verify: bool = False, training_copy: str = "keep"):  # fmt: skip
+                 verify: bool = False, training_copy: str = "keep", transport: str = "p2p"):  # fmt: skip
         if training_copy not in ("keep", "drop"):
             raise ValueError(f"training_copy = {training_copy!r}: expected 'keep' or 'drop'")
+        if transport not in ("p2p", "auto", "peer"):
+            raise ValueError(f"transport = {transport!r}: expected 'p2p', 'auto' or 'peer'")
+        frees = training_copy == "drop" or train.zero.rests_on_host
+        if transport == "peer" and frees:
+            raise ValueError("transport = 'peer': training_copy='drop' and offload='params' free memory that peers read")
         self.train, self._generator, self.gen_weights = train, generator, gen_weights
         self.specs, self.source, self.target = list(specs), source, target
         self.group, self.rank, self.device = group, rank, device
@@ -79,7 +88,10 @@ class HybridEngine:
         self.mode = TRAINING
         self.version = 0  # of the training weights; each optimiser step makes a new one
         self.plan: Plan = cached_plan(self.specs, source, target, staging_bytes=staging_bytes, nodes=nodes)
-        self._to_generation = Resharder(self.plan, rank, group, train.weights, gen_weights, device)
+        peer = None
+        if transport != "p2p" and not frees:
+            peer = PeerTransport(group, device, rank, nodes=nodes, required=transport == "peer")
+        self._to_generation = Resharder(self.plan, rank, group, train.weights, gen_weights, device, peer)
         if train.zero.rests_on_host:
             self._to_generation.release()
         self._to_training: Resharder | None = None
@@ -163,6 +175,7 @@ class HybridEngine:
         report.seconds["move"] = moved.seconds
         report.bytes_local, report.bytes_sent = moved.bytes_local, moved.bytes_sent
         report.bytes_received, report.staging_bytes = moved.bytes_received, moved.staging_bytes
+        report.transport = moved.transport
 
     # ---- proof
 

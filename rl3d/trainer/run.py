@@ -88,6 +88,7 @@ def build_actor(config: RunConfig, directory: Path, tokenizer: Any) -> Actor:
         max_sequences=config.rollout.max_sequences, max_prefill_tokens=config.rollout.max_batch_tokens,
         cache_strategy=config.rollout.cache_strategy,
         staging_mib=layout.staging_mib, verify=layout.verify == "full",
+        transport=layout.transport,
         training_copy=layout.training_copy, sequence_parallel=layout.sequence_parallel, recompute=layout.recompute,
         offload=layout.offload, use_flash_attention=config.model.attention == "auto",
         reference=algorithm.needs_reference,

@@ -106,6 +106,8 @@ CASES = [
     (["layout.train=tp2.zero2", "layout.offload=params"], ["layout.train", "zero3 for zero2"]),
     (["layout.train=pp4", "layout.sequence_parallel=true"], ["layout.sequence_parallel = True", "tp2 or more"]),
     (["layout.train=tp2.zero3", "layout.training_copy=drop"], ["layout.training_copy = 'drop'", "training_copy=keep"]),
+    (["layout.transport=peer", "layout.training_copy=drop"], ["layout.training_copy = 'drop'", "layout.transport=p2p"]),
+    (["layout.train=zero3", "layout.transport=peer", "layout.offload=params"], ["layout.offload", "offload=optimizer"]),
     ("layout.train=tp2.pp2.zero4", ["layout.train", "zero4 does not exist"]),
     ("layout.device=cuda", ["layout.device = 'cuda'", "no usable GPU", "check-env"]),
     ("algorithm.fsdp_config={sharding_strategy: FULL_SHARD}", ["algorithm.fsdp_config", "zero3", "tp2.pp2.zero1"]),

@@ -17,9 +17,9 @@ from tests.reference import sequences
 
 NEW_TOKENS = 10
 SHARDED: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("tp2.pp1.zero2", {"sequence_parallel": True, "recompute": "full", "offload": "optimizer"}),
-    ("tp2.pp1.zero3", {"sequence_parallel": True, "recompute": "selective"}),
-    ("tp1.pp1.zero3", {"offload": "params", "reference_residency": "host"}),
+    ("tp2.pp1.zero2", {"sequence_parallel": True, "recompute": "full", "offload": "optimizer", "transport": "peer"}),
+    ("tp2.pp1.zero3", {"sequence_parallel": True, "recompute": "selective", "transport": "auto"}),
+    ("tp1.pp1.zero3", {"offload": "params", "transport": "auto", "reference_residency": "host"}),
 )
 
 
@@ -124,7 +124,7 @@ def _life(root: Path, tied: bool, train: str, gen: str, copy: str, **memory: Any
     after = actor.rollout(prompts(), max_new_tokens=NEW_TOKENS, stop_token_ids=[])
     return {
         "copy": copy, "trips": trips, "profile": profile, "changed": len(moved), "parameters": len(before),
-        "learned": learned,
+        "learned": learned, "transport": actor.hybrid._to_generation.transport.name,
         "mode": actor.hybrid.mode, "errors": errors, "metrics": metrics, "export": name,
         "sequences": after.sequences.tolist(), "logprobs": after.logprobs.tolist(),
     }  # fmt: skip

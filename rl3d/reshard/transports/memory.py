@@ -54,7 +54,8 @@ def attach(exported: Export) -> torch.Tensor:
         return exported.rebuild(*exported.arguments)
     descriptor = os.open(f"/proc/{exported.process}/fd/{exported.descriptor}", os.O_RDWR)
     try:
-        storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, exported.nbytes)
+        make = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]
+        storage = make(descriptor, exported.nbytes)
     finally:
         os.close(descriptor)
     return torch.empty(0, dtype=torch.uint8).set_(storage)

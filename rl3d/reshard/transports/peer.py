@@ -204,7 +204,7 @@ def _offers(program: Program) -> dict[tuple[bool, str], tuple[Export, int, torch
         storage = tensor.untyped_storage()
         if storage._cdata not in shared:
             shared[storage._cdata] = export(storage)
-        found[relay, name] = (shared[storage._cdata], tensor.storage_offset(), tensor.dtype)
+        found[relay, name] = (shared[storage._cdata], int(tensor.storage_offset()), tensor.dtype)
     return found
 
 
