@@ -1,0 +1,229 @@
+"""One rank of ``rl3d bench switch``: builds the weights of each pair of layouts and times the ways between them."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl3d.bench import BenchError
+from rl3d.bench.arena import Arena
+from rl3d.bench.gather import GatherAll
+from rl3d.distributed import bootstrap, failures
+from rl3d.distributed.bootstrap import Runtime
+from rl3d.layout import GenLayout, Mesh, ParamSpec, ShardLayout, TrainLayout
+from rl3d.models import Architecture, parameter_specs
+from rl3d.reshard import Resharder, build_plan, compare, fingerprint_shards
+from rl3d.reshard.mapping import mesh_choices
+from rl3d.reshard.transports import CollectiveTransport, PeerTransport, Transport
+
+
+def measure(config: dict[str, Any], pairs: Sequence[tuple[str, str]], transport: str, device: str, staging: int,
+            repeats: int, baselines: bool) -> dict[str, Any] | None:  # fmt: skip
+    """All pairs; the report on rank 0, elsewhere ``None``.
+
+    Raises :class:`BenchError` for a transport that the device does not have.
+    """
+    arch = Architecture.from_hf(config)
+    runtime = bootstrap.init(timeout_s=300, device=device)
+    with failures.guard(runtime):
+        kind = runtime.device.type
+        if (transport in ("ipc", "nccl")) != (kind == "cuda") and transport != "auto":
+            raise BenchError(f"bench switch: --transport {transport} on {kind}; a GPU has ipc and nccl, a CPU shm and gloo")
+        notes = []
+        if baselines and find_spec("megatron") is None:
+            notes.append("megatron-core is not installed, so its column is empty")
+        cases = []
+        for train, gen in pairs:
+            pair = _Pair(arch, train, gen, runtime, staging)
+            cases.append(pair.measure(transport, repeats, baselines))
+            del pair
+        name = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
+        found = {"parameters": arch.num_parameters, "ranks": runtime.world_size, "device": name,
+                 "repeats": repeats, "cases": cases, "notes": notes}  # fmt: skip
+        runtime.shutdown()
+        return found if runtime.rank == 0 else None
+
+
+class _Pair:
+    """Weights of one pair of layouts."""
+
+    def __init__(self, arch: Architecture, train_text: str, gen_text: str, runtime: Runtime, staging: int) -> None:
+        self.texts, self.runtime, self.staging = (train_text, gen_text), runtime, staging
+        self.rank, self.device, world = runtime.rank, runtime.device, runtime.world_size
+        text, _, parts = train_text.partition(":")
+        if parts not in ("", "partitions"):
+            raise BenchError(f"bench switch: --train {train_text}; only :partitions may follow the layout")
+        train, gen = TrainLayout.parse(text).resolve(world), GenLayout.parse(gen_text)
+        if parts and train.zero not in (1, 2):
+            raise BenchError(f"bench switch: --train {train_text}; zero1 and zero2 have partitions")
+        self.specs: list[ParamSpec] = parameter_specs(arch, arch.padded_vocab(train.tp, gen.tp), "bfloat16")
+        best = min(mesh_choices(self.specs, train, gen, world, None))
+        self.mesh, self.gen = Mesh.of(train, world, best.order), gen
+        self.replicas = best.gen_groups(gen.tp, world)
+        layers = arch.num_layers
+        self.whole = ShardLayout.training(self.mesh, layers, zero=1, vpp=train.vpp)  # after the gather of ZeRO
+        if parts:
+            self.source = ShardLayout.partitions(self.mesh, layers, self.specs, vpp=train.vpp, zero=train.zero)
+        else:
+            self.source = ShardLayout.training(self.mesh, layers, zero=train.zero, vpp=train.vpp)
+        self.sharded = bool(parts) or train.zero == 3
+        self.target = ShardLayout.replicas(gen.tp, self.replicas, layers)
+        self.src = Arena(self.specs, self.source, self.rank, self.device)
+        self.src.fill(self.specs)
+        self.dst = Arena(self.specs, self.target, self.rank, self.device)
+        self.dst.poison()
+
+    def measure(self, transport: str, repeats: int, baselines: bool) -> dict[str, Any]:
+        self.repeats, self.changed = repeats, []
+        self.expected = fingerprint_shards(self.specs, self.source, self.rank, self.src.weights)
+        seconds = {"copy": self._time(self._copy_once)}
+        before = self._memory()
+        plan = build_plan(self.specs, self.source, self.target, staging_bytes=self.staging)
+        carrier = self._transport(transport)
+        mover = Resharder(plan, self.rank, None, self.src.weights, self.dst.weights, self.device, carrier)
+        mover.run()
+        _reset_peak()
+        transient = _peak()
+        report = mover.run()
+        extra = self._memory() - before + (_peak() - transient)
+        self._check("ours", mover.run)
+        seconds["ours"] = self._time(mover.run)
+        if baselines:
+            seconds["all_gather"] = self._gather_all()
+            if find_spec("megatron") is not None:
+                seconds["megatron_core"] = self._megatron()
+        back = build_plan(self.specs, self.target, self.source, staging_bytes=self.staging)
+        self._check("ours", mover.run)
+        returner = Resharder(
+            back, self.rank, None, self.dst.weights, self.src.weights, self.device, self._transport(transport)
+        )
+        self.src.poison()
+        returner.run()
+        found = fingerprint_shards(self.specs, self.source, self.rank, self.src.weights)
+        self.changed += ["back"] if compare(self.expected, found) else []
+        seconds["back"] = self._time(returner.run)
+        numbers = torch.tensor([report.bytes_received, report.bytes_local, report.staging_bytes, extra])
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        received, local, staging, extra = numbers.tolist()
+        return {
+            "train": self.texts[0], "gen": self.texts[1], "transport": report.transport, "seconds": seconds,
+            "received_max": received, "local_max": local, "bound": plan.certificate.to_json()["bound_max"],
+            "staging_bytes": staging, "staging_cap": self.staging, "extra_bytes": extra, "changed": self.changed,
+        }  # fmt: skip
+
+    def _transport(self, name: str) -> Transport:
+        if name in ("nccl", "gloo"):
+            return CollectiveTransport(None, self.device)
+        return PeerTransport(None, self.device, self.rank, nodes=self.runtime.nodes, required=name != "auto")
+
+    # ---- the other ways
+
+    def _copy_once(self) -> None:
+        """One copy of as many bytes as the generation weights have, out of the training weights."""
+        source, at = self.src.bytes, 0
+        while at < len(self.dst.bytes):
+            part = self.dst.bytes[at : at + len(source)]
+            part.copy_(source[: len(part)])
+            at += len(part)
+
+    def _gather_all(self) -> float:
+        ranks = range(self.runtime.world_size)
+        gather = GatherAll(self.specs, self.source, self.target, self.rank, ranks, None, self.device)
+
+        def run() -> None:
+            gather.run(self.src.weights, self.dst.weights)
+
+        self._check("all-gather", run)
+        return self._time(run)
+
+    def _megatron(self) -> float:
+        """Its executor knows no ZeRO: where weights are sharded, they are gathered among data-parallel ranks first."""
+        from rl3d.bench.megatron_swap import Swap
+
+        whole, gather = self.src, None
+        if self.sharded:
+            whole = Arena(self.specs, self.whole, self.rank, self.device)
+            groups = [(members, dist.new_group(list(members))) for members in self.mesh.groups("dp")]
+            members, group = next((m, g) for m, g in groups if self.rank in m)
+            gather = GatherAll(self.specs, self.source, self.whole, self.rank, members, group, self.device)
+        slots = [[group[slot] for group in self.replicas] for slot in range(self.gen.tp)]
+        alone = [[rank] for rank in range(self.runtime.world_size)]
+        swap = Swap(
+            self.specs, self.rank,
+            (whole.weights, self.mesh.tp, {axis: self.mesh.groups(axis) for axis in ("tp", "dp", "pp")}),
+            (self.dst.weights, self.gen.tp, {"tp": self.replicas, "dp": slots, "pp": alone}), self.device,
+        )  # fmt: skip
+
+        def run() -> None:
+            if gather is not None:
+                gather.run(self.src.weights, whole.weights)
+            swap.run()
+
+        self._check("megatron-core", run)
+        return self._time(run)
+
+    # ---- measuring
+
+    def _check(self, name: str, action: Callable[[], Any]) -> None:
+        """Whether ``action`` brings every parameter into the generation weights."""
+        self.dst.poison()
+        action()
+        if compare(self.expected, fingerprint_shards(self.specs, self.target, self.rank, self.dst.weights)):
+            self.changed.append(name)
+
+    def _time(self, action: Callable[[], Any]) -> float:
+        """Median over the repeats of what the slowest rank takes."""
+        times = []
+        for _ in range(self.repeats):
+            self._settle()
+            dist.barrier()
+            start = time.perf_counter()
+            action()
+            self._settle()
+            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            times.append(took.item())
+        return statistics.median(times)
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _memory(self) -> int:
+        """Bytes in use: of this rank's share of its GPU, or of this process without what it shares with others."""
+        self._settle()
+        dist.barrier()
+        if self.device.type == "cpu":
+            return _status("RssAnon")
+        torch.cuda.empty_cache()
+        dist.barrier()
+        free, total = torch.cuda.mem_get_info(self.device)
+        dist.barrier()
+        here = max(1, self.runtime.local_world_size // torch.cuda.device_count())
+        return (total - free) // here
+
+
+def _status(key: str) -> int:
+    """A line of /proc/self/status in bytes; 0 where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":")), 0)
+
+
+def _reset_peak() -> None:
+    """Let the peak of this process's memory start from what it has now."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass
+
+
+def _peak() -> int:
+    return _status("VmHWM")
