@@ -102,8 +102,8 @@ class Actor:
                  device: str = "auto", use_flash_attention: bool = True, algorithm: PPOConfig | None = None,
                  max_sequence_length: int | None = None, max_sequences: int = 64, max_prefill_tokens: int = 8192,
                  cache_strategy: str = "adaptive", staging_mib: int = 48, verify: bool = False, transport: str = "p2p",
-                 training_copy: str = "keep", sequence_parallel: bool = False, recompute: str = "none", offload: str = "none",
-                 reference: bool | None = None, reference_residency: str = "device",
+                 training_copy: str = "keep", sequence_parallel: bool = False, recompute: str = "none",
+                 offload: str = "none", reference: bool | None = None, reference_residency: str = "device",
                  deepspeed: Mapping[str, Any] | None = None, megatron: Mapping[str, Any] | None = None,
                  seed: int = 0, timeout_s: float = 600):  # fmt: skip
         deepspeed, megatron = dict(deepspeed or {}), dict(megatron or {})
