@@ -235,3 +235,20 @@ def test_nothing_is_overwritten_unless_asked(root: Path, tmp_path: Path, capsys:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"] and not (tmp_path / "m" / "old").exists()
     assert main(["convert", "export", str(root / "mistral"), str(tmp_path / "x")]) == 2
     assert "did you mean `import`" in capsys.readouterr().err
+
+
+def test_torch_reads_the_stacked_layers(root: Path, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    hf_to_megatron(root / "mistral", tmp_path / "m", max_shard_size=100_000)
+    right = make("mistral").state_dict()
+    norm = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+    state = {"decoder.layers.mlp.linear_fc2.weight": torch.empty(4, 64, 96), norm: torch.empty(4, 64),
+             "embedding.word_embeddings.weight": torch.full((256, 64), float("nan"))}  # fmt: skip
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "m"), no_dist=True)
+    for layer in range(4):
+        head = f"model.layers.{layer}."
+        assert torch.equal(state["decoder.layers.mlp.linear_fc2.weight"][layer], right[head + "mlp.down_proj.weight"])
+        assert torch.equal(state[norm][layer], right[head + "post_attention_layernorm.weight"])
+    assert torch.equal(state["embedding.word_embeddings.weight"][:253], right["model.embed_tokens.weight"])
+    assert state["embedding.word_embeddings.weight"][253:].eq(0).all()
