@@ -43,12 +43,14 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         if place is None or place.rank == 0:
             print(_summary(cfg, hf_config))
-            wrong = _memory(cfg, hf_config)
+            wrong = _misfit(cfg, hf_config, show=True)
             print("Everything checks out; nothing was started." if wrong is None else "Nothing was started.")
             if wrong is not None and cfg.trainer.memory_check == "strict":
                 raise ConfigError(wrong)
         return 0
     if place is None:
+        if cfg.trainer.memory_check == "strict" and (wrong := _misfit(cfg, hf_config)) is not None:
+            raise ConfigError(wrong)
         return _launch(args, cfg)
     return _train_here(cfg, place)
 
@@ -90,17 +92,21 @@ def _summary(cfg: "RunConfig", hf_config: dict[str, Any]) -> str:
     return "\n".join(f"{name:<9} {text}" for name, text in rows)
 
 
-def _memory(cfg: "RunConfig", hf_config: dict[str, Any]) -> "Problem | None":
-    """Show the memory plan; returns what is wrong with it on this machine, as far as it can tell without torch."""
-    from rl3d.cli.memory import show
+def _misfit(cfg: "RunConfig", hf_config: dict[str, Any], show: bool = False) -> "Problem | None":
+    """What is wrong with the memory plan on this machine, as far as the driver and the system say; None when it fits.
+
+    ``show``: print the plan and what it is compared with.
+    """
+    from rl3d.cli.memory import show as show_plan
     from rl3d.distributed.devices import gpu_memory, host_memory
     from rl3d.estimate.check import Capacity, problem
     from rl3d.estimate.request import Request
     from rl3d.estimate.table import shown
 
     request = Request.of(cfg, hf_config)
-    print()
-    show(cfg, request)
+    if show:
+        print()
+        show_plan(cfg, request)
     host, limit = host_memory(), cfg.layout.memory_limit_gb
     assert isinstance(cfg.layout.ranks, int)
     if cfg.layout.device == "cpu":
@@ -111,5 +117,6 @@ def _memory(cfg: "RunConfig", hf_config: dict[str, Any]) -> "Problem | None":
         size, source = int(limit * 1e9), f"layout.memory_limit_gb = {limit:g}"
     if size is None or cfg.trainer.memory_check == "off":
         return None
-    print(f"{source} gives each {shown(size)}")
+    if show:
+        print(f"{source} gives each {shown(size)}")
     return problem(request, Capacity(size, source))

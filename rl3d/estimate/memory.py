@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl3d.estimate.parameters import critic_numels, stage_numels
+from rl3d.estimate.parameters import stage_numels
 from rl3d.estimate.passes import Passes
 from rl3d.estimate.rollout import cache_bytes, generation_weights, working_bytes
 from rl3d.estimate.settings import MemorySettings
@@ -159,8 +159,8 @@ class _Stage:
         settings, train = self.settings, self.train
         if settings.critic == "none":
             return None, None
-        arch = settings.critic_arch or self.arch
-        numels = critic_numels(arch, arch.padded_vocab(train.tp, self.gen.tp), train.tp, train.pp, train.vpp, self.stage)
+        arch = (settings.critic_arch or self.arch).as_value_model()
+        numels = stage_numels(arch, arch.padded_vocab(train.tp, self.gen.tp), train.tp, train.pp, train.vpp, self.stage)
         learns = settings.critic_learns
         state = states(numels, train, settings) if learns else States({"weights": self._frozen(numels)})
         self.brought = self._place("critic", sum(state.held.values()), settings.critic)

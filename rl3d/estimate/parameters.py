@@ -41,10 +41,3 @@ def stage_numels(arch: Architecture, padded_vocab: int, tp: int, pp: int, vpp: i
     if pp == 1:
         return layers + found.both
     return layers + (found.first if stage == 0 else ()) + (found.last if stage == pp - 1 else ())
-
-
-def critic_numels(arch: Architecture, padded_vocab: int, tp: int, pp: int, vpp: int, stage: int) -> tuple[int, ...]:
-    """The same for a critic on this architecture: one row of hidden size in the place of the vocabulary's head."""
-    untied = replace(arch, tied=False)
-    numels = stage_numels(untied, padded_vocab, tp, pp, vpp, stage)
-    return (*numels[:-1], arch.hidden_size) if stage == pp - 1 else numels

@@ -33,7 +33,7 @@ def working_bytes(arch: Architecture, padded_vocab: int, gen: GenLayout, setting
     # the last layer's gate and up are still there while the next attention turns queries and keys
     attention = 2 * f + 2 * h + (q + 2 * k) + (3 * q + 2 * k)
     if not settings.fused:  # turning them takes fp32 intermediates
-        attention = 2 * f + 2 * h + (q + 2 * k) + (1 + (12 if settings.bf16 else 8) / b) * (q + k)
+        attention = 2 * f + 2 * h + (q + 2 * k) + (1 + (14 if settings.bf16 else 8) / b) * (q + k)
     mlp = (3 if settings.fused else 4) * f + 3 * h
     columns = padded_vocab if settings.filtered else padded_vocab // gen.tp
     logits = FP32 * settings.max_sequences * padded_vocab // gen.tp

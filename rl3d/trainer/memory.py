@@ -67,15 +67,19 @@ def _capacity(config: RunConfig, runtime: Runtime) -> Capacity:
     host = None if available is None else available // runtime.local_world_size
     if runtime.device.type != "cuda":
         limit = config.layout.memory_limit_gb
-        sizes = [size for size in (host, None if limit is None else int(limit * 1e9)) if size is not None]
-        return Capacity(min(sizes, default=1 << 60), f"the host, shared by {runtime.local_world_size} ranks,")
+        room = Capacity(1 << 60 if host is None else host, f"the host, shared by {runtime.local_world_size} ranks,")
+        return room if limit is None or limit * 1e9 > room.bytes else _limited(limit)
     free, total = torch.cuda.mem_get_info(runtime.device)
     own = min(CONTEXT, total - free)  # this process's context, which the plan counts, is there already
     name = torch.cuda.get_device_name(runtime.device)
     limit = config.layout.memory_limit_gb
     if limit is not None and limit * 1e9 < free + own:
-        return Capacity(int(limit * 1e9), f"layout.memory_limit_gb = {limit:g}", host)
+        return _limited(limit, host)
     return Capacity(free + own, f"{name} ({total / 1e9:.1f} GB, {free / 1e9:.1f} free)", host)
+
+
+def _limited(limit: float, host: int | None = None) -> Capacity:
+    return Capacity(int(limit * 1e9), f"layout.memory_limit_gb = {limit:g}", host)
 
 
 def metrics(peaks: PhasePeaks, plan: MemoryPlan | None) -> dict[str, float]:

@@ -20,6 +20,7 @@ from rl3d.distributed import bootstrap, failures
 from rl3d.distributed.bootstrap import Runtime
 from rl3d.engine.actor import Actor
 from rl3d.engine.download import local_directory
+from rl3d.estimate.memory import MemoryPlan
 from rl3d.models.support import refuse_unsupported
 from rl3d.rewards.functions import resolve_reward
 from rl3d.rewards.http import HttpReward
@@ -34,8 +35,9 @@ def main(config: RunConfig) -> int:
     """Train as ``config`` (resolved and checked) says, in this rank. Returns the exit code."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     runtime = bootstrap.init(timeout_s=config.trainer.timeout_s, device=config.layout.device)
+    memory_plan = check_memory(config, runtime)  # all ranks agree: refused without a guard, a message and no traceback
     with failures.guard(runtime):
-        build(config).train()
+        build(config, memory_plan).train()
     return 0
 
 
@@ -48,11 +50,12 @@ def resolve_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def build(config: RunConfig) -> RLTrainer:
-    """Everything that a configuration describes, in this rank. Collective."""
+def build(config: RunConfig, memory_plan: MemoryPlan | None = None) -> RLTrainer:
+    """Everything that a configuration describes, in this rank. Collective. ``memory_plan``: of :func:`check_memory`, which
+    is asked here if it was not before."""
     runtime = bootstrap.init(timeout_s=config.trainer.timeout_s, device=config.layout.device)
     _deterministic(config)
-    memory_plan = check_memory(config, runtime)
+    memory_plan = memory_plan or check_memory(config, runtime)
     run_dir = config.run_dir
     if runtime.rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,7 @@ TOKENS = 128
 
 def main(runtime: Any) -> dict[str, Any]:
     bootstrap.init_deepspeed()
+    gc.freeze()  # what is imported by now need not be looked at in every collection
     registry = GroupRegistry(60)
     groups = {tp: training_groups(Mesh(tp, 1, runtime.world_size // tp), registry) for tp in (1, 2)}
     return {
@@ -75,7 +76,7 @@ def generation(groups: ModelGroups) -> dict[str, Any]:
     arch, model = _model(SHAPE, groups, torch.bfloat16, mode="generate", self_attention=CachedSelfAttention)
     generator = MegatronGenerator(
         model, groups.tp, arch.vocab_size, max_sequences=count, max_sequence_length=prompt + new, device="cpu",
-        dtype=torch.bfloat16, max_prefill_tokens=512, cache_strategy="full",
+        dtype=torch.bfloat16, max_prefill_tokens=480, cache_strategy="full",
     )  # fmt: skip
     generator.weights_version = 0
     meter = Meter(model.parameters())
@@ -89,7 +90,7 @@ def generation(groups: ModelGroups) -> dict[str, Any]:
         ])  # fmt: skip
     found["working"] = meter.peak - before
     settings = MemorySettings(dtype="bfloat16", device="cpu", max_sequence_length=prompt + new, max_sequences=count,
-                              max_prefill_tokens=512)  # fmt: skip
+                              max_prefill_tokens=480)  # fmt: skip
     gen, padded = GenLayout(groups.tp_size), arch.padded_vocab(2)
     expected = {
         "weights": generation_weights(arch, padded, gen, settings), "cache": cache_bytes(arch, gen, settings),
@@ -107,8 +108,9 @@ def row(tokens: int = TOKENS) -> MicroBatch:
     return MicroBatch(ids, positions, (half, half), select, ids[select + 1], {})
 
 
-def _model(config: dict[str, Any], groups: ModelGroups, dtype: torch.dtype, **options: Any) -> tuple[Architecture, Any]:
-    arch = Architecture.from_hf(config)
+def _model(config: dict[str, Any] | Architecture, groups: ModelGroups, dtype: torch.dtype,
+           **options: Any) -> tuple[Architecture, Any]:  # fmt: skip
+    arch = config if isinstance(config, Architecture) else Architecture.from_hf(config)
     model = build_model(arch, groups, padded_vocab=arch.padded_vocab(2), dtype=dtype, device=torch.device("cpu"), **options)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -130,7 +132,8 @@ def _saved_bytes(config: dict[str, Any], layers: int, groups: ModelGroups, dtype
 
 def saved(groups: dict[int, ModelGroups]) -> list[dict[str, Any]]:
     """Per-token bytes of a layer and of the ends, measured and predicted, for every family, tp, dtype and mode."""
-    cases = [(family, tp, dtype, {}) for family, tp, dtype in itertools.product(FAMILIES, (1, 2), ("float32", "bfloat16"))]
+    cases = [(family, tp, "bfloat16", {}) for family, tp in itertools.product(FAMILIES, (1, 2))]
+    cases += [(family, tp, "float32", {}) for family, tp in itertools.product(("llama", "olmo2"), (1, 2))]
     cases += [("llama", 2, dtype, {"sequence_parallel": True}) for dtype in ("float32", "bfloat16")]
     cases += [
         ("llama", tp, "bfloat16", {"recompute": mode}) for tp, mode in itertools.product((1, 2), ("selective", "full"))
@@ -156,12 +159,14 @@ def peaks(groups: dict[int, ModelGroups]) -> list[dict[str, Any]]:
         (1, stage, dtype, {}) for stage, dtype in itertools.product((0, 1, 2, 3), ("float32", "bfloat16"))
     ]
     cases += [(2, 1, "bfloat16", {}), (2, 1, "bfloat16", {"recompute": "full"}), (2, 1, "float32", {})]
-    return [_peak(groups[tp], stage, dtype, options) for tp, stage, dtype, options in cases]
+    found = [_peak(groups[tp], stage, dtype, options) for tp, stage, dtype, options in cases]
+    return found + [_peak(groups[1], stage, "bfloat16", {}, critic=True) for stage in (1, 2)]
 
 
-def _peak(groups: ModelGroups, stage: int, dtype: str, options: dict[str, Any]) -> dict[str, Any]:
+def _peak(groups: ModelGroups, stage: int, dtype: str, options: dict[str, Any], critic: bool = False) -> dict[str, Any]:
     tokens, chunk, rows = 256, 64, 3
-    arch, model = _model(SHAPE, groups, getattr(torch, dtype), **options)
+    arch = Architecture.from_hf(SHAPE)
+    arch, model = _model(arch.as_value_model() if critic else arch, groups, getattr(torch, dtype), **options)
     meter = Meter()
     with meter:
         engine = TrainingEngine(model, arch, groups, stage=stage, settings=AdamSettings(lr=1e-4), logprob_chunk=chunk)
@@ -169,8 +174,8 @@ def _peak(groups: ModelGroups, stage: int, dtype: str, options: dict[str, Any]) 
         meter.add(parameter)
     batches = [row(tokens) for _ in range(rows)]
 
-    def loss(logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-        return -logprobs.sum(), {}
+    def loss(first: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        return -first.sum(), {}  # log-probabilities, or values
 
     found: dict[str, int] = {}
     step = engine.zero.step
@@ -191,16 +196,25 @@ def _peak(groups: ModelGroups, stage: int, dtype: str, options: dict[str, Any]) 
         engine.train_step(batches, loss, 1.0)
         found["optimiser step"] = meter.peak
         meter.reset()
-        engine.logprobs(batches, 1.0)
+        if critic:
+            engine.values(batches)
+        else:
+            engine.logprobs(batches, 1.0)
         found["old log-probabilities"] = meter.peak
     train = TrainLayout(groups.tp_size, 1, groups.dp_size, stage)
     settings = MemorySettings(
         dtype=dtype, device="cpu", max_sequence_length=tokens // 2, responses=2 * rows * groups.dp_size,
-        micro_batch_tokens=tokens, logprob_chunk_tokens=chunk, reference="none", **options,
+        micro_batch_tokens=tokens, logprob_chunk_tokens=chunk, reference="none",
+        critic="device" if critic else "none", **options,
     )  # fmt: skip
-    plan = predict(arch, train, GenLayout(2), settings)
-    generation = plan.phase("switch").items["generation weights"]
-    expected = {name: plan.phase(name).bytes - generation for name in ("update", "optimiser step", "old log-probabilities")}
-    expected["held"] = plan.phase("switch").bytes - plan.phase("switch").items["staging"] - generation
+    plan = predict(Architecture.from_hf(SHAPE), train, GenLayout(2), settings)
+    resident = plan.phase("switch").items
+    names = {name: name for name in ("update", "optimiser step", "old log-probabilities")}
+    if critic:
+        names = {"update": "critic update", "optimiser step": "critic step", "old log-probabilities": "values"}
+    mine = {"critic"} if critic else resident.keys() - {"generation weights", "staging"}
+    other = sum(size for item, size in resident.items() if item not in mine and item != "staging")
+    expected = {name: plan.phase(phase).bytes - other for name, phase in names.items()}
+    expected["held"] = sum(resident[item] for item in mine)
     dist.barrier()
-    return {"name": f"{train} {dtype} {options}", "found": found, "expected": expected}
+    return {"name": f"{train} {dtype} {options}{' critic' * critic}", "found": found, "expected": expected}

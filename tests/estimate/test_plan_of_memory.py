@@ -157,6 +157,8 @@ def test_a_dry_run_refuses_what_does_not_fit(capsys, monkeypatch, tmp_path):
     shown = capsys.readouterr()
     assert "each rank needs" in shown.err and "layout.memory_limit_gb = 0.01 gives it 10.0 MB" in shown.err
     assert "algorithm.micro_batch_tokens=" in shown.err
+    assert main([word for word in dry if word != "--dry-run"]) == 2, "no rank starts"
+    assert "each rank needs" in capsys.readouterr().err and not (tmp_path / "runs").exists()
     assert main([*dry, "trainer.memory_check=off"]) == 0
     assert "Everything checks out" in capsys.readouterr().out
 
