@@ -107,7 +107,8 @@ def _service(device: torch.device) -> Any:
             waiting += [dist.irecv(op.tensor, op.src_rank, tag=op.task_id)
                         for op in self.receives if op.src_rank != self.rank]  # fmt: skip
             for work in waiting:
-                work.wait()
+                if work is not None:
+                    work.wait()
             self.sends.clear()
             self.receives.clear()
 

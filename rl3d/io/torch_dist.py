@@ -79,8 +79,9 @@ def write_metadata(directory: Path, specs: Iterable[ParamSpec], dtypes: Mapping[
             tensors[name] = TensorStorageMetadata(TensorProperties(dtypes[spec.name]), shape, [])
         offsets = torch.Size((spec.layer, *[0] * len(spec.shape)) if stacked else [0] * len(spec.shape))  # type: ignore
         sizes = torch.Size((1, *spec.shape) if stacked else spec.shape)
-        file, *extent = places[spec.name]
-        storage[MetadataIndex(name, offsets)] = _StorageInfo(sys.intern(file), *extent)  # pickle tells objects apart
+        file_name, start, length = places[spec.name]
+        # interned: pickle tells objects apart
+        storage[MetadataIndex(name, offsets)] = _StorageInfo(sys.intern(file_name), start, length)
         tensors[name].chunks.append(ChunkStorageMetadata(offsets, sizes))
     metadata = Metadata(tensors, planner_data={n: (n,) for n in tensors}, storage_data=storage, version="1.0.0")  # type: ignore
     with (directory / METADATA_FILE).open("wb") as file:

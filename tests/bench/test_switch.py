@@ -18,6 +18,9 @@ SHAPE = {
 TRAIN = ["tp2.pp2.zero1", "tp2.zero3", "tp2.zero1:partitions"]
 
 
+pytestmark = pytest.mark.slow  # every other way between the layouts beside ours
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     file = tmp_path_factory.mktemp("bench") / "small.json"

@@ -4,6 +4,8 @@ import pytest
 
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow  # the whole of what a run holds, in every stage: minutes on two cores
+
 
 @pytest.fixture(scope="module")
 def measured():
