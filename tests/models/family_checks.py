@@ -87,11 +87,16 @@ def generation(source: Path, groups: ModelGroups, prompts: list[list[int]], new:
 
 
 def training(source: Path, text: str, registry: GroupRegistry, prompts: list[list[int]], out: Path) -> dict[str, Any]:
-    """Log-probabilities of every token; the weights exported untouched, then after three optimiser steps."""
-    layout = TrainLayout.parse(text).resolve(dist.get_world_size())
+    """Log-probabilities of every token; the weights exported untouched, then after three optimiser steps.
+
+    ``text``: a layout, then ``+sp`` for sequence parallelism, ``+selective`` or ``+full`` for recomputed activations.
+    """
+    plain, *marks = text.split("+")
+    layout = TrainLayout.parse(plain).resolve(dist.get_world_size())
     assert layout.dp is not None
     groups = training_groups(Mesh(layout.tp, layout.pp, layout.dp), registry)
-    model, arch, padded = _loaded(source, groups)
+    recompute = next((mark for mark in marks if mark != "sp"), "none")
+    model, arch, padded = _loaded(source, groups, sequence_parallel="sp" in marks, recompute=recompute)
     adam = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.01, max_grad_norm=0.5)
     engine = TrainingEngine(model, arch, groups, stage=layout.zero, settings=adam, logprob_chunk=64)
     flat = engine.zero.shards_weights

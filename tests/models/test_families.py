@@ -14,11 +14,12 @@ NEW = 12
 # everything that an update can get wrong in its own way: copies of a weight, more ranks than KV heads, fused tensors
 TRAIN = [
     ("llama-mqa", "tp4"), ("llama-mqa", "tp2.pp2"), ("llama3", "tp2.pp2"), ("mistral", "pp2"),
-    ("qwen2-tied", "tp4"), ("qwen3", "tp2"), ("qwen3", "tp2.zero2"), ("qwen3-yarn", "tp4"),
-    ("phi3", "tp2.pp2"), ("olmo2", "tp2.pp2"), ("olmo2", "tp4"), ("olmo2", "tp2.zero3"),
+    ("qwen2-tied", "tp4"), ("qwen3", "tp2+sp"), ("qwen3", "tp2.zero2"), ("qwen3-yarn", "tp4"), ("phi3", "tp2.pp2"),
+    ("olmo2", "tp2.pp2"), ("olmo2", "tp4+sp+full"), ("olmo2", "tp2.zero3"),
 ]  # fmt: skip
 ACTORS = [("qwen3-yarn", "tp2.pp2", "tp4"), ("olmo2", "pp2", "tp2")]
-EVERY = [(name, layout) for name in MODELS for layout in ("tp2", "pp2", "tp4", "tp2.pp2", "tp2.zero2", "tp2.zero3")]
+LAYOUTS = ("tp2", "pp2", "tp4", "tp2.pp2", "tp2.zero2", "tp2.zero3", "tp2.pp2+sp+selective", "tp4+sp+full")
+EVERY = [(name, layout) for name in MODELS for layout in LAYOUTS]
 
 
 def prompts() -> list[list[int]]:
