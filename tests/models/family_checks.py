@@ -52,7 +52,7 @@ def main(runtime: Any, directory: str, out: str, prompts: list[list[int]], new_t
     for name, layout in train:
         facts[f"{name}-{layout}"] = training(root / name, layout, registry, prompts, Path(out) / f"{name}-{layout}")
     for name, layout, gen in actors:
-        facts[f"{name}-{layout}-{gen}"] = switching(root / name, layout, gen, prompts[0])
+        facts[f"{name}-{layout}-{gen}"] = switching(root / name, layout, gen, prompts[-1])
     return facts
 
 
@@ -66,12 +66,14 @@ def _loaded(source: Path, groups: ModelGroups, **options: Any) -> tuple[Any, Arc
 
 @torch.no_grad()
 def generation(source: Path, groups: ModelGroups, prompts: list[list[int]], new: int, out: Path) -> dict[str, Any]:
-    """Greedy tokens; the logits of whole prompts, by each forward body that knows the model, go to ``out``."""
+    """Greedy and drawn tokens with their log-probabilities; the logits of whole prompts, by each body, go to ``out``."""
     model, arch, _ = _loaded(source, groups, mode="generate", self_attention=CachedSelfAttention)
-    settings = {"max_sequences": 4, "max_sequence_length": 200, "device": rank_device(), "dtype": torch.float32}
+    settings = {"max_sequences": 6, "max_sequence_length": 1200, "device": rank_device(), "dtype": torch.float32}
     generator = MegatronGenerator(model, groups.tp, arch.vocab_size, **settings)
     generator.weights_version = 0
-    results = generator.generate([Request(p, SamplingParams(new, temperature=0.0)) for p in prompts])
+    greedy = [Request(p, SamplingParams(new, temperature=0.0)) for p in prompts]
+    drawn = [Request(p, SamplingParams(new, temperature=1.0, seed=3), key=(0, i, 0)) for i, p in enumerate(prompts)]
+    results = generator.generate(greedy + drawn)
     logits = {}
     for kind in ("auto", "megatron"):
         generator.cache.allocate()
@@ -83,7 +85,10 @@ def generation(source: Path, groups: ModelGroups, prompts: list[list[int]], new:
         logits[kind] = torch.cat(parts, -1)[:, : arch.vocab_size]
     if groups.tp_rank == 0:
         torch.save({k: v.cpu() for k, v in logits.items()}, out.with_suffix(".pt"))
-    return {"tokens": [r.token_ids for r in results], "body": type(generator.body).__name__}
+    return {
+        "tokens": [r.token_ids for r in results], "logprobs": [r.logprobs for r in results],
+        "close": sum(r.small_margins for r in results), "body": type(generator.body).__name__,
+    }  # fmt: skip
 
 
 def training(source: Path, text: str, registry: GroupRegistry, prompts: list[list[int]], out: Path) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def test_what_is_not_computed_is_refused_by_name(name: str, change: dict[str, An
 
 
 def test_a_window_that_no_sequence_outgrows_is_full_attention() -> None:
-    assert Architecture.from_hf({**base("mistral"), "sliding_window": 256}).max_positions == 256
+    assert Architecture.from_hf({**base("mistral"), "sliding_window": 2048}).max_positions == 2048
     left_out = {k: v for k, v in base("mistral").items() if k != "sliding_window"}  # means 4096 for mistral
     assert Architecture.from_hf({**left_out, "max_position_embeddings": 4096}).max_positions == 4096
     with pytest.raises(UnsupportedModelError, match="sliding_window = 4096"):
@@ -120,7 +120,7 @@ def test_kinds_of_layers_with_one_rotary_embedding_are_read() -> None:
     old = {**base("qwen3"), "rope_parameters": None, "rope_theta": 3e5, "rope_scaling": {"type": "yarn", "factor": 4.0}}
     arch = Architecture.from_hf(old)
     assert arch.rope_theta == 3e5
-    assert dict(arch.rope_scaling) == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert dict(arch.rope_scaling) == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 
 
 @pytest.mark.parametrize("kind", [Qwen3RMSNorm, Olmo2RMSNorm])

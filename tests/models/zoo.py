@@ -17,19 +17,20 @@ LINEAR = {"rope_type": "linear", "rope_theta": 3e4, "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 8.0, "original_max_position_embeddings": 32}
-NO_HEAD_DIM = {k: v for k, v in TINY.items() if k != "head_dim"}
+LONG = {**TINY, "max_position_embeddings": 2048}
+NO_HEAD_DIM = {k: v for k, v in LONG.items() if k != "head_dim"}
 
 MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     # one KV head; hidden == MLP size (a transposed square matrix fits everywhere)
-    "llama-mqa": (transformers.LlamaConfig, {**TINY, "num_key_value_heads": 1, "intermediate_size": 64}),
-    "llama-linear": (transformers.LlamaConfig, {**TINY, "num_key_value_heads": 2, "rope_parameters": LINEAR}),
-    "llama3": (transformers.LlamaConfig, {**TINY, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
-    "mistral": (transformers.MistralConfig, {**TINY, "sliding_window": None}),
+    "llama-mqa": (transformers.LlamaConfig, {**LONG, "num_key_value_heads": 1, "intermediate_size": 64}),
+    "llama-linear": (transformers.LlamaConfig, {**LONG, "num_key_value_heads": 2, "rope_parameters": LINEAR}),
+    "llama3": (transformers.LlamaConfig, {**LONG, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "mistral": (transformers.MistralConfig, {**LONG, "sliding_window": None}),
     "qwen2": (transformers.Qwen2Config, NO_HEAD_DIM),
     "qwen2-tied": (transformers.Qwen2Config, {**NO_HEAD_DIM, "num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "qwen3": (transformers.Qwen3Config, TINY),
+    "qwen3": (transformers.Qwen3Config, LONG),
     "qwen3-yarn": (transformers.Qwen3Config,
-                   {**TINY, "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_parameters": YARN}),
+                   {**LONG, "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_parameters": YARN}),
     "phi3": (transformers.Phi3Config, NO_HEAD_DIM),
     "olmo2": (transformers.Olmo2Config, {**NO_HEAD_DIM, "num_key_value_heads": 2}),
 }  # fmt: skip
@@ -48,7 +49,7 @@ def make(name: str) -> Any:
             elif "norm" in key:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:  # far from uniform, and attentive to positions
-                parameter.mul_(8.0 if "lm_head" in key or "embed" in key else 6.0)
+                parameter.mul_(8.0 if "lm_head" in key or "embed" in key else 3.5)
     return model
 
 
