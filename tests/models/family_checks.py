@@ -14,8 +14,9 @@ from rl3d.engine.training import TrainingEngine
 from rl3d.engine.zero import AdamSettings
 from rl3d.generation.attention import CachedSelfAttention
 from rl3d.generation.body import make_body
-from rl3d.generation.engine import Request, SamplingParams
+from rl3d.generation.engine import Request, Result, SamplingParams
 from rl3d.generation.megatron import MegatronGenerator
+from rl3d.generation.scheduler import Chunk, RunningSequence
 from rl3d.io import export_hf, import_hf
 from rl3d.layout import GenMesh, Mesh, TrainLayout
 from rl3d.models import Architecture
@@ -68,23 +69,29 @@ def _loaded(source: Path, groups: ModelGroups, **options: Any) -> tuple[Any, Arc
 def generation(source: Path, groups: ModelGroups, prompts: list[list[int]], new: int, out: Path) -> dict[str, Any]:
     """Greedy and drawn tokens with their log-probabilities; the logits of whole prompts, by each body, go to ``out``."""
     model, arch, _ = _loaded(source, groups, mode="generate", self_attention=CachedSelfAttention)
-    settings = {"max_sequences": 6, "max_sequence_length": 1200, "device": rank_device(), "dtype": torch.float32}
-    generator = MegatronGenerator(model, groups.tp, arch.vocab_size, **settings)
+    settings = {"max_sequences": 6, "max_sequence_length": 1200, "page_size": 16, "pages": 450}
+    generator = MegatronGenerator(model, groups.tp, arch.vocab_size, device=rank_device(), dtype=torch.float32, **settings)
     generator.weights_version = 0
     greedy = [Request(p, SamplingParams(new, temperature=0.0)) for p in prompts]
     drawn = [Request(p, SamplingParams(new, temperature=1.0, seed=3), key=(0, i, 0)) for i, p in enumerate(prompts)]
     results = generator.generate(greedy + drawn)
-    logits = {}
+    logits, size, first = {}, generator.cache.page_size, 1
+    chunks = []
+    for prompt in prompts:
+        pages = list(range(first, first + -(-len(prompt) // size)))
+        sequence = RunningSequence(prompt, SamplingParams(1), 0, frozenset(), Result(0), pages=pages)
+        chunks.append(Chunk(sequence, 0, prompt, True))
+        first += len(pages)
     for kind in ("auto", "megatron"):
         generator.cache.allocate()
-        generator.context.plan_prefill(list(range(len(prompts))), [len(p) for p in prompts])
+        generator.context.plan_prefill(chunks)
         body = make_body(model, generator.context, generator.group, kind)
         mine = body.forward(torch.tensor([t for p in prompts for t in p], device=rank_device()), None)
         parts = [torch.empty_like(mine) for _ in range(groups.tp_size)]
         dist.all_gather(parts, mine.contiguous(), group=groups.tp)
-        logits[kind] = torch.cat(parts, -1)[:, : arch.vocab_size]
+        logits[kind] = torch.cat(parts, -1)[:, : arch.vocab_size].cpu()
     if groups.tp_rank == 0:
-        torch.save({k: v.cpu() for k, v in logits.items()}, out.with_suffix(".pt"))
+        torch.save(logits, out.with_suffix(".pt"))
     return {
         "tokens": [r.token_ids for r in results], "logprobs": [r.logprobs for r in results],
         "close": sum(r.small_margins for r in results), "body": type(generator.body).__name__,
