@@ -122,6 +122,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
             ("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"), ("builtins", "set"),
+            *(("torch.distributed.checkpoint.planner", n)  # megatron-core keeps the plan that it saved by: plain records
+              for n in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
         }:  # fmt: skip
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

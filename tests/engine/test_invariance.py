@@ -10,6 +10,8 @@ from rl3d.algorithms.aggregation import MODES
 from tests.ranks import run_ranks
 from tests.reference import hf_llama, save_llama, sequences, train_reference
 
+pytestmark = pytest.mark.slow  # five layouts x three aggregations x splits, and every skipped step: minutes on two cores
+
 LAYOUTS = ["tp1.pp1.zero1", "tp2.pp1.zero0", "tp1.pp2.zero1", "tp2.pp2.zero1", "tp1.pp2.vpp2.zero1"]
 SKIPPING = [
     ("tp2.pp2.zero1", "float32"), ("tp2.pp2.zero1", "bfloat16"), ("tp1.pp2.vpp2.zero1", "bfloat16"),
