@@ -209,6 +209,27 @@ class ZeroEngine(ABC):
         """Write the module's weights from the master weights. Collective over dp."""
 
 
+class MicroBatchReduction(ZeroEngine):
+    """Stages 2 and 3 without pipeline stages: DeepSpeed reduces the gradients of each micro-batch as they appear, into
+    this rank's part, and releases them."""
+
+    level = True
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """See :meth:`ZeroEngine.forward`."""
+        return self.engine
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """See :meth:`ZeroEngine.accumulating`."""
+        yield
+        self._sample_gradients()
+
+    def finish_gradients(self, shared_embedding: Parameter | None) -> None:
+        """Nothing is left to do: partial gradients were completed one by one, and there is one stage."""
+
+
 def start_deepspeed(model: torch.nn.Module, groups: ModelGroups, config: dict[str, Any], optimizer: Any) -> Any:
     """DeepSpeed's engine for ``model``. Collective over all ranks."""
     import deepspeed

@@ -5,14 +5,14 @@ accumulate gradients in fp32.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from rl3d.engine.zero.base import ZeroEngine
+from rl3d.engine.zero.base import MicroBatchReduction, ZeroEngine
 
 
 class WholeGradientsEngine(ZeroEngine):
@@ -81,31 +81,14 @@ class WholeGradientsEngine(ZeroEngine):
                 dist.all_gather_into_tensor(flat.data, own.data.clone(), group=self.groups.dp)
 
 
-class ScatteredGradientsEngine(WholeGradientsEngine):
-    """Stage 2 without pipeline stages: the gradients of each micro-batch are reduced into this rank's fp32 partition as
-    they appear, a bucket at a time, and released."""
-
-    level = True
+class ScatteredGradientsEngine(MicroBatchReduction, WholeGradientsEngine):
+    """Stage 2 without pipeline stages: gradients go into this rank's fp32 partition, a bucket at a time."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         # DeepSpeed accumulates into one flat partition in mixed precision only, otherwise into copies of all parameters
         # that touch the partition; the flat one serves fp32 as well
         self.optimizer._use_compact_grad_partition_buffer = lambda group_index: True
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """See :meth:`ZeroEngine.forward`."""
-        return self.engine
-
-    @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """See :meth:`ZeroEngine.accumulating`."""
-        yield
-        self._sample_gradients()
-
-    def finish_gradients(self, shared_embedding: Parameter | None) -> None:
-        """Nothing is left to do: partial gradients were completed one by one, and there is one stage."""
 
 
 def _reduction_storage(optimizer: Any) -> Iterator[Tensor | None]:

@@ -1,7 +1,6 @@
 """Stage 3: weights, gradients, master weights and moments are all sharded; weights are gathered module by module."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,34 +8,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rl3d.distributed.groups import ModelGroups
-from rl3d.engine.zero.base import ZeroEngine, local_rank, start_deepspeed
+from rl3d.engine.zero.base import MicroBatchReduction, local_rank, start_deepspeed
 
 
-class ShardedEngine(ZeroEngine):
+class ShardedEngine(MicroBatchReduction):
     """``DeepSpeedZeroOptimizer_Stage3``. Data-parallel rank r holds elements [r * size, (r + 1) * size) of the flattened
     tensor-parallel shard of each parameter, size = ceil(elements / dp); the tail of the last ranks is padding."""
 
-    level = True
     shards_weights = True
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self.device.type == "cuda":
             _compare_order_on(self.device.index)
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """See :meth:`ZeroEngine.forward`."""
-        return self.engine
-
-    @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """See :meth:`ZeroEngine.accumulating`."""
-        yield
-        self._sample_gradients()
-
-    def finish_gradients(self, shared_embedding: Parameter | None) -> None:
-        """Nothing is left to do: partial gradients were completed one by one, and there is one stage."""
 
     def _gradient_storage(self) -> Iterable[Tensor | None]:
         optimizer = self.optimizer
