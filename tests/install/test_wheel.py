@@ -57,7 +57,8 @@ def test_commands_in_an_empty_directory(python, tmp_path):
         done = rl3d(python, empty, "train", name, "--dry-run", "trainer.steps=3")
         assert done.returncode == 0 and "tp2.pp2.dp1.zero1" in done.stdout and "runs/tiny_learns" in done.stdout, done.stderr
     wrong = rl3d(python, empty, "train", "configs/nope.yaml", "--dry-run")
-    assert wrong.returncode == 2 and "rl3d brings quickstart, tiny_learns" in wrong.stderr
+    brought = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+    assert wrong.returncode == 2 and f"rl3d brings {brought}\n" in wrong.stderr
     places = rl3d(python, empty, "files").stdout.split()
     assert [Path(place).name for place in places] == list(shipped.FOLDERS)
     assert all(Path(place).is_relative_to(Path(python).parents[1]) for place in places), "the wheel's, not the checkout's"
