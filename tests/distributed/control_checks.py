@@ -122,7 +122,7 @@ def some_claim_some_do_not(runtime: Runtime) -> dict[str, Any]:
 
 
 def different_order(runtime: Runtime) -> dict[str, Any]:
-    toy = Toy(runtime, "order", timeout_s=5)
+    toy = Toy(runtime, "order", timeout_s=60)
     calls = ["generation", "training"] if runtime.rank != 1 else ["training", "generation"]
     dist.barrier()
     begin = time.perf_counter()

@@ -9,8 +9,12 @@ from pathlib import Path
 
 def main(mode: str, directory: str = "") -> None:
     rank = int(os.environ["RANK"])
+    if mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if directory:
         (Path(directory) / f"pid{rank}").write_text(str(os.getpid()))
+        while len(list(Path(directory).glob("pid*"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.01)  # nobody ends before everybody has begun
     if mode == "ok":
         print(f"rank {rank} of {os.environ['WORLD_SIZE']} on port {os.environ['MASTER_PORT']}")
     elif mode == "env":
@@ -18,19 +22,17 @@ def main(mode: str, directory: str = "") -> None:
     elif mode == "raise":
         if rank == 1:
             raise ValueError("deliberate")
-        time.sleep(60)
+        time.sleep(100)
     elif mode == "stubborn":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if rank == 1:
-            time.sleep(0.5)
             sys.exit(3)
-        time.sleep(60)
+        time.sleep(100)
     elif mode == "killed":
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(100)
     elif mode == "sleep":
-        time.sleep(60)
+        time.sleep(100)
 
 
 main(*sys.argv[1:])

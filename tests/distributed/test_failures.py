@@ -47,7 +47,7 @@ def _start(mode: str, count: int) -> Ended:
         for rank in range(count)
     ]
     try:
-        outputs = [process.communicate(timeout=50)[0] for process in processes]
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -57,7 +57,7 @@ def _start(mode: str, count: int) -> Ended:
 def test_an_exception_ends_every_rank_and_is_shown_once() -> None:
     ended = _start("raise", 3)
     assert ended.codes == [1, 1, 1]
-    assert ended.seconds < 30
+    assert ended.seconds < 150
     assert ended.all_output.count("Traceback (most recent call last)") == 1
     assert "ValueError: deliberate" in ended.outputs[1]
     for rank in (0, 2):
@@ -67,7 +67,7 @@ def test_an_exception_ends_every_rank_and_is_shown_once() -> None:
 def test_the_death_of_rank_zero_ends_the_others() -> None:
     ended = _start("rank0", 2)
     assert ended.codes == [-9, 1]
-    assert ended.seconds < 30
+    assert ended.seconds < 150
     assert "rank 0 failed: its process" in ended.outputs[1]
 
 
@@ -79,7 +79,7 @@ def test_a_clean_end_under_torchrun_says_nothing_about_failures() -> None:
         env=_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == [f"rank {rank}/2 local {rank} nodes (0, 0) ok" for rank in range(2)]

@@ -17,7 +17,7 @@ FAKE = str(Path(__file__).with_name("fake_rank.py"))
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _gone(pids: list[int], seconds: float = 10) -> bool:
+def _gone(pids: list[int], seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if not any(_alive(pid) for pid in pids):
@@ -34,7 +34,7 @@ def _alive(pid: int) -> bool:
 
 
 def _pids(directory: Path, count: int) -> list[int]:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         texts = [path.read_text() for path in directory.glob("pid*")]
         if len(texts) == count and all(texts):
@@ -76,7 +76,7 @@ def test_a_failing_rank_ends_all_and_its_traceback_is_shown_once(tmp_path: Path,
     begin = time.monotonic()
     code = launch_local([FAKE, "raise", str(tmp_path)], 3, log_dir=tmp_path)
     assert code == 1
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 60
     shown = capsys.readouterr()
     assert shown.err.count("Traceback (most recent call last)") == 1
     assert shown.err.count("ValueError: deliberate") == 1
@@ -89,7 +89,7 @@ def test_a_rank_that_ignores_term_is_killed(tmp_path: Path, monkeypatch: pytest.
     begin = time.monotonic()
     result = run_local([FAKE, "stubborn", str(tmp_path)], 2)
     assert (result.code, result.failed_rank) == (3, 1)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
     assert _gone(_pids(tmp_path, 2))
 
 
@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_time_out_names_the_ranks_that_still_run(tmp_path: Path) -> None:
-    result = run_local([FAKE, "sleep", str(tmp_path)], 2, timeout_s=2)
+    result = run_local([FAKE, "sleep", str(tmp_path)], 2, timeout_s=4)
     assert result.code == 124 and "still running: rank(s) 0, 1" in result.reason
     assert _gone(_pids(tmp_path, 2))
 
@@ -110,7 +110,7 @@ def test_signals_reach_the_ranks(tmp_path: Path, number: signal.Signals) -> None
     process = _start_launcher("sleep", tmp_path)
     pids = _pids(tmp_path, 2)
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}" in err
     assert _gone(pids)
@@ -121,7 +121,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     pids = _pids(tmp_path, 2)
     assert all(_alive(pid) for pid in pids)
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert _gone(pids)
 
 

@@ -111,7 +111,7 @@ def trickles(handler):
     for _ in range(20):
         handler.wfile.write(b" ")
         handler.wfile.flush()
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def score(reward, *samples):
@@ -134,7 +134,7 @@ def test_the_contract(service, monkeypatch):
 def test_connections_are_kept_and_requests_bounded(service):
     service.pause = 0.03
     with RewardRunner([HttpReward(service.url, concurrency=3)]) as runner:
-        out = [future.result(timeout=20) for future in [runner.submit(sample(i), PROMPT) for i in range(24)]]
+        out = [future.result(timeout=60) for future in [runner.submit(sample(i), PROMPT) for i in range(24)]]
     assert [s.score for s in out] == [float(i) for i in range(24)]
     assert len(service.bodies) == 24 and service.most_running == 3 and service.connections == 3
 
@@ -142,19 +142,19 @@ def test_connections_are_kept_and_requests_bounded(service):
 def test_a_request_takes_what_waits(service):
     service.pause = 0.05
     with RewardRunner([HttpReward(service.url, concurrency=1, batch_size=8)]) as runner:
-        out = [future.result(timeout=20) for future in [runner.submit(sample(i), PROMPT) for i in range(17)]]
+        out = [future.result(timeout=60) for future in [runner.submit(sample(i), PROMPT) for i in range(17)]]
     assert [s.score for s in out] == [float(i) for i in range(17)]
     sizes = [len(body["samples"]) for body in service.bodies]
     assert sum(sizes) == 17 and max(sizes) == 8 and len(sizes) <= 4
 
 
 @pytest.mark.parametrize(
-    "failure", [says(503), says(500, b"oops"), says(429), hangs_up, breaks_off, trickles, lambda handler: time.sleep(0.6)],
+    "failure", [says(503), says(500, b"oops"), says(429), hangs_up, breaks_off, trickles, lambda handler: time.sleep(1.5)],
     ids=["503", "500", "429", "hangs up", "breaks off", "trickles", "late"],
 )  # fmt: skip
 def test_what_passes_is_tried_again(service, failure):
     service.script = [failure, failure]
-    reward = HttpReward(service.url, timeout_s=0.3, backoff_s=0.02)
+    reward = HttpReward(service.url, timeout_s=1.0, backoff_s=0.02)
     assert score(reward, sample(7)) == [7.0]
     assert len(service.bodies) >= 3 and all(body == service.bodies[0] for body in service.bodies)
 
@@ -225,13 +225,13 @@ def test_a_service_that_is_down_ends_the_run_soon_and_scores_nothing():
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/"
     start = time.monotonic()
     with RewardRunner([HttpReward(url, retries=2, backoff_s=0.05, concurrency=2)]) as runner:
-        out = [future.result(timeout=20) for future in [runner.submit(sample(i), PROMPT) for i in range(200)]]
+        out = [future.result(timeout=60) for future in [runner.submit(sample(i), PROMPT) for i in range(200)]]
         assert all(s.failed and s.score is None for s in out)
         assert "3 attempts failed, the last with ConnectionRefusedError" in out[0].info["error"]
         assert "not tried" in out[-1].info["error"], "a step does not wait for each of 200"
         with pytest.raises(RewardFailure, match="200 of 200 samples could not be scored"):
             runner.check_failures(out)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 60
 
 
 def test_a_slow_service_keeps_no_function_waiting(service):
@@ -253,6 +253,6 @@ def test_a_slow_service_keeps_no_function_waiting(service):
         futures = [runner.submit(sample(i), PROMPT) for i in range(3)]
         assert done.wait(20) and not any(future.done() for future in futures)
         release.set()
-        out = [future.result(timeout=20) for future in futures]
+        out = [future.result(timeout=60) for future in futures]
     assert [s.score for s in out] == [5.0, 5.0, 5.0]
     assert out[2].info["rewards"] == {service.url: 2.0, "quick": 1.0}

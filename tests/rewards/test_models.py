@@ -136,7 +136,7 @@ def test_a_directory_scores_as_transformers_does(directory):
     assert reward.scores(pairs) == pytest.approx(expected, abs=1e-5)
     with RewardRunner([reward]) as runner:  # beside sampling, one at a time
         futures = [runner.submit(*pair) for pair in pairs]
-        assert [future.result(timeout=20).score for future in futures] == pytest.approx(expected, abs=1e-5)
+        assert [future.result(timeout=60).score for future in futures] == pytest.approx(expected, abs=1e-5)
 
 
 def test_weights_kept_on_the_host_are_back_there_after_use(directory):
@@ -181,7 +181,7 @@ def test_at_the_boundary_all_are_scored_in_order_and_added():
     pairs = [(replace(s, text=str(i)), p) for i, (s, p) in enumerate(pairs_of(SEQUENCES))]
     expected = one_at_a_time(model, SEQUENCES)
     with RewardRunner([(float_of, 1.0), (Fails(Mean()), 10.0), (AtBoundary(model, name="judge"), 100.0)]) as runner:
-        beside = [runner.submit(*pair).result(timeout=20) for pair in pairs]
+        beside = [runner.submit(*pair).result(timeout=60) for pair in pairs]
         assert [s.score for s in beside] == list(range(len(pairs)))
         out = runner.finish(beside, [p for _, p in pairs])
     assert calls == [[f"{i}-0" for i in range(len(pairs))]]
@@ -191,7 +191,7 @@ def test_at_the_boundary_all_are_scored_in_order_and_added():
         assert out[i].info["rewards"] == pytest.approx({"float_of": i, "Mean": 1.0, "judge": expected[i]}, abs=1e-5)
     assert (runner.scored_total, runner.failed_total) == (6, 1)
     with RewardRunner([AtBoundary(model)]) as runner:  # nothing else: nothing to wait for beside sampling
-        alone = runner.finish([runner.submit(*pairs[0]).result(timeout=1)], [pairs[0][1]])
+        alone = runner.finish([runner.submit(*pairs[0]).result(timeout=60)], [pairs[0][1]])
         assert alone[0].score == pytest.approx(expected[0], abs=1e-5)
 
 
