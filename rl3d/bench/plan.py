@@ -13,7 +13,10 @@ HELP = "Bytes and seconds of plans: known optima, 64 to 1,024 ranks, and megatro
 
 
 class Case(NamedTuple):
-    """A pair of layouts with the GB per rank (10^9 bytes) that the best possible plan receives, where it is known."""
+    """A pair of layouts with the GB per rank (10^9 bytes) that the best possible plan receives, where it is known.
+
+    ``per_node`` GPUs share a node whatever ``--gpus-per-node`` says, where the known optimum depends on it.
+    """
 
     model: str
     train: str
@@ -21,6 +24,7 @@ class Case(NamedTuple):
     gpus: int
     mean: float | None = None
     most: float | None = None
+    per_node: int | None = None
 
 
 # bf16, gate and up cut apart. From bounds that share no code with the planner (interval arithmetic and scipy's LP).
@@ -31,7 +35,8 @@ OPTIMA = (
     Case("llama2-7b", "tp4.pp2.dp1.zero1", "tp2", 8, 5.054, 5.054),
     Case("llama2-70b", "tp8.dp8.zero1", "tp4", 64, 17.24, 17.24),
     Case("llama2-70b", "tp4.pp4.dp4.zero1", "tp8", 64, None, 12.966),
-    Case("llama2-70b", "dp64.zero3", "tp8", 64, 15.949, 15.978),
+    Case("llama2-70b", "dp64.zero3", "tp8", 64, 15.949, 15.978, per_node=64),
+    Case("llama2-70b", "dp64.zero3", "tp8", 64),
     Case("llama2-70b", "tp8.pp4.dp2.zero1", "tp4", 64, None, 30.211),
 )  # fmt: skip
 MEGATRON = (64, 128, 256)
@@ -66,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 def once(case: Case, per_node: int) -> dict[str, Any]:
     """Plan in a fresh process; what :mod:`rl3d.bench.plan_once` prints. Raises :class:`BenchError` when it fails."""
-    return _run("plan_once", case.model, case.train, case.gen, str(case.gpus), str(per_node))
+    return _run("plan_once", case.model, case.train, case.gen, str(case.gpus), str(case.per_node or per_node))
 
 
 def megatron(case: Case) -> dict[str, Any]:
@@ -88,8 +93,8 @@ def _run(module: str, *words: str) -> dict[str, Any]:
 def _print(title: str, found: list[tuple[Case, dict[str, Any]]]) -> None:
     print(f"{title}\n")
     heads = (
-        "model", "train", "generate", "ranks", "received mean", "max", "known mean", "max", "bound max", "sent max", "bound",
-        "between nodes (all)", "received / bound", "sent / bound", "plan s", "process CPU s", "peak MB",
+        "model", "train", "generate", "ranks", "a node", "received mean", "max", "known mean", "max", "bound max",
+        "sent max", "bound", "between nodes (all)", "received / bound", "sent / bound", "plan s", "process CPU s", "peak MB",
     )  # fmt: skip
     print("| " + " | ".join(heads) + " |\n" + "|---" * 3 + "|--:" * (len(heads) - 3) + "|")
     for case, fact in found:
@@ -97,7 +102,7 @@ def _print(title: str, found: list[tuple[Case, dict[str, Any]]]) -> None:
         ours = [received["mean"] / 1e9, received["max"] / 1e9]
         rest = (bound, fact["sent"]["max"], fact["bounds"]["sent"]["max"], fact["between_nodes"])
         gigabytes = [*ours, case.mean, case.most, *(x / 1e9 for x in rest)]
-        cells = [case.model, case.train, case.gen, str(case.gpus)]
+        cells = [case.model, case.train, case.gen, str(case.gpus), str(fact["gpus_per_node"])]
         cells += ["" if value is None else f"{value:.3f}" for value in gigabytes]
         cells += [f"{value:.2f}" for value in (*(fact["ratios"][key] for key in ("received", "sent")),
                                                fact["plan_seconds"], fact["cpu_seconds"])]  # fmt: skip

@@ -20,7 +20,11 @@ def main(model: str, train: str, gen: str, gpus: int, per_node: int) -> None:
     move = plan_move(arch, TrainLayout.parse(train), GenLayout.parse(gen), gpus, topology)
     rows = len(move.plan.rows)  # the rows of every rank exist from here on
     seconds = time.process_time() - start
-    print(json.dumps({**move.to_json(), "rows": rows, "cpu_seconds": seconds, "peak_bytes": _peak_bytes()}))
+    print(
+        json.dumps(
+            {**move.to_json(), "rows": rows, "gpus_per_node": per_node, "cpu_seconds": seconds, "peak_bytes": _peak_bytes()}
+        )
+    )
 
 
 def _peak_bytes() -> int:

@@ -66,7 +66,7 @@ def check_limits(model: GPTModel, max_sequences: int, max_sequence_length: int, 
     if max_sequence_length > model.max_sequence_length:
         raise ValueError(
             f"generator: max_sequence_length {max_sequence_length} exceeds the {model.max_sequence_length} positions "
-            f"that the model knows (max_position_embeddings); lower it"
+            f"that the model knows (max_position_embeddings, or a shorter sliding window); lower it"
         )
     if model.config.sequence_parallel:
         raise ValueError(

@@ -89,6 +89,8 @@ class Architecture:
             each row of the projection; olmo2).
         post_norm: the norms of a layer follow attention and MLP, before the residual is added (olmo2), instead of
             coming before them.
+        max_positions: longest sequence that is computed as the model would: its ``max_position_embeddings``, or its
+            sliding window where that is shorter, within which attention is full.
         rope_scaling: fields of transformers' ``rope_parameters`` except theta, sorted; empty for plain RoPE.
         value_head: one number for each token, [1, hidden] (with ``value_bias`` a bias), in place of the vocabulary.
     """
@@ -159,7 +161,6 @@ class Architecture:
         if missing := [key for key in _REQUIRED if not isinstance(config.get(key), int)]:
             raise UnsupportedModelError(f"{name}: the configuration does not say {', '.join(missing)}")
         _refuse_unknown(config, name)
-        _refuse_sliding_window(config, name)
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         longest = config.get("max_position_embeddings", 2048)
         theta, scaling = rope_settings(config, name, longest)
@@ -175,7 +176,7 @@ class Architecture:
             tied=bool(config.get("tie_word_embeddings", False)),
             rope_theta=theta,
             rms_eps=config.get("rms_norm_eps", 1e-6),
-            max_positions=longest,
+            max_positions=_longest_full_attention(config, name),
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             post_norm=family.post_norm,
@@ -212,14 +213,11 @@ def _refuse_unknown(config: Mapping[str, Any], family: str) -> None:
             )
 
 
-def _refuse_sliding_window(config: Mapping[str, Any], family: str) -> None:
-    """A window that no sequence outgrows is full attention; any other is not computed here."""
+def _longest_full_attention(config: Mapping[str, Any], family: str) -> int:
+    """A window that no sequence outgrows is full attention; a longer sequence is refused where its length is known."""
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings", 2048)
-    if kinds and not (kinds == {"sliding_attention"} and window is not None and window >= longest):
+    if kinds and not (kinds == {"sliding_attention"} and window is not None):
         raise UnsupportedModelError(f"{family}: layer_types {sorted(kinds)} are not supported; expected full_attention")
-    if _FAMILIES[family].window and window is not None and window < longest:
-        raise UnsupportedModelError(
-            f"{family}: sliding_window = {window} is not supported; set it to null and max_position_embeddings (now "
-            f"{longest}) to at most {window} if your sequences are no longer than that"
-        )
+    slides = kinds or _FAMILIES[family].window
+    return min(window, longest) if slides and window is not None else longest

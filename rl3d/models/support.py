@@ -17,6 +17,13 @@ def refuse_unsupported(cfg: RunConfig, hf_config: Mapping[str, Any]) -> None:
     if cfg.model.path is None:
         return
     try:
-        Architecture.from_hf(hf_config)
+        arch = Architecture.from_hf(hf_config)
     except UnsupportedModelError as error:
         raise ConfigError(Problem("model.path", str(error), cfg.model.path)) from None
+    longest = cfg.model.max_sequence_length or 0
+    if longest > arch.max_positions:
+        text = (
+            f"longer than the model's sliding_window = {arch.max_positions}, within which its attention is full; windowed "
+            f"attention is not computed here. Lower data.max_prompt_tokens or rollout.max_new_tokens"
+        )
+        raise ConfigError(Problem("model.max_sequence_length", text, longest))

@@ -8,7 +8,9 @@ import transformers
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from rl3d.config import ConfigError, RunConfig
 from rl3d.models import FAMILIES, Architecture, UnsupportedModelError, hf_shapes
+from rl3d.models.support import refuse_unsupported
 from tests.models.zoo import MODELS, YARN, make
 
 ROPE = {"rope_type": "default", "rope_theta": 2e4}
@@ -83,7 +85,6 @@ def test_fields_left_out_mean_what_transformers_takes_them_for(family: str) -> N
         ("llama-linear", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "contradict each other"),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75"),
         ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}, "partial_rotary_factor = 0.75"),
-        ("phi3", {"sliding_window": 64}, "sliding_window = 64"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop = 0.1"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
@@ -94,7 +95,7 @@ def test_fields_left_out_mean_what_transformers_takes_them_for(family: str) -> N
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         ("llama-mqa", {"original_max_position_embeddings": 64}, "original_max_position_embeddings"),
         ("llama-mqa", {"hidden_size": None}, "does not say hidden_size"),
-        ("mistral", {"sliding_window": 64}, "sliding_window = 64"),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     ],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused_by_name(name: str, change: dict[str, Any], message: str) -> None:
@@ -106,11 +107,25 @@ def test_a_window_that_no_sequence_outgrows_is_full_attention() -> None:
     assert Architecture.from_hf({**base("mistral"), "sliding_window": 2048}).max_positions == 2048
     left_out = {k: v for k, v in base("mistral").items() if k != "sliding_window"}  # means 4096 for mistral
     assert Architecture.from_hf({**left_out, "max_position_embeddings": 4096}).max_positions == 4096
-    with pytest.raises(UnsupportedModelError, match="sliding_window = 4096"):
-        Architecture.from_hf({**left_out, "max_position_embeddings": 8192})
-    with pytest.raises(UnsupportedModelError, match="sliding_window = 2047"):
-        Architecture.from_hf(PHI_3_MINI)
-    assert Architecture.from_hf({**PHI_3_MINI, "sliding_window": None, "max_position_embeddings": 2047}).family == "phi3"
+    assert Architecture.from_hf({**left_out, "max_position_embeddings": 8192}).max_positions == 4096
+    assert Architecture.from_hf(PHI_3_MINI).max_positions == 2047
+    assert (
+        Architecture.from_hf({**base("qwen2"), "sliding_window": 64}).max_positions
+        == base("qwen2")["max_position_embeddings"]
+    )
+
+
+def test_a_run_that_outgrows_the_window_is_refused_before_it_starts() -> None:
+    sizes = {
+        "data": {"train": "tiny:copy", "max_prompt_tokens": 1024},
+        "reward": {"function": "reasoning_gym"},
+        "rollout": {"max_new_tokens": 1023},
+    }
+    fits = RunConfig.model_validate({"model": {"path": "phi", "max_sequence_length": 2047}, **sizes})
+    refuse_unsupported(fits, PHI_3_MINI)
+    too_long = RunConfig.model_validate({"model": {"path": "phi", "max_sequence_length": 2048}, **sizes})
+    with pytest.raises(ConfigError, match="model.max_sequence_length.*sliding_window = 2047"):
+        refuse_unsupported(too_long, PHI_3_MINI)
 
 
 def test_kinds_of_layers_with_one_rotary_embedding_are_read() -> None:
