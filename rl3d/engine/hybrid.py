@@ -1,7 +1,8 @@
 """The hybrid engine: one set of weights, moved between the training layout and the generation layout."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from rl3d.reshard.cache import cached_plan
 from rl3d.reshard.executor import Resharder
 from rl3d.reshard.fingerprint import compare, fingerprint_shards, replica_differences
 from rl3d.reshard.plan import Plan
+from rl3d.reshard.spans import Span, totals
 from rl3d.reshard.transports import PeerTransport
 from rl3d.utils.profiling import record_switch
 
@@ -32,20 +34,44 @@ class VerificationError(RuntimeError):
 
 @dataclass
 class SwitchReport:
-    """One switch on one rank: seconds by stage and bytes by kind. A switch that had nothing to do is all zeros."""
+    """One switch on one rank: seconds by stage and bytes by kind. A switch that had nothing to do is all zeros.
+
+    Attributes:
+        seconds: by stage: ``plan`` (checks before the move), ``move``, ``verify``, ``cache`` (made or freed).
+        move_seconds: of the move, by kind: ``local`` copies, ``stage`` (into and out of staging memory), ``copy`` between
+            ranks, ``wait`` for other ranks.
+        received_by_link: payload bytes from ranks ``inside`` the node and ``between`` nodes.
+        allocated, freed: bytes by what they were for.
+        spans: every stage with its start, for a trace.
+    """
 
     direction: str
     seconds: dict[str, float] = field(default_factory=dict)
+    move_seconds: dict[str, float] = field(default_factory=dict)
     bytes_local: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    received_by_link: dict[str, int] = field(default_factory=dict)
     staging_bytes: int = 0
     cache_bytes: int = 0
+    allocated: dict[str, int] = field(default_factory=dict)
+    freed: dict[str, int] = field(default_factory=dict)
     transport: str = ""
+    spans: list[Span] = field(default_factory=list, repr=False)
 
     @property
     def total_seconds(self) -> float:
         return sum(self.seconds.values())
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Measure the block as a stage of the switch."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = took = time.perf_counter() - start
+            self.spans.append(Span(name, start, took))
 
 
 class HybridEngine:
@@ -91,13 +117,13 @@ class HybridEngine:
         peer = None
         if transport != "p2p" and not frees:
             peer = PeerTransport(group, device, rank, nodes=nodes, required=transport == "peer")
-        self._to_generation = Resharder(self.plan, rank, group, train.weights, gen_weights, device, peer)
+        self._to_generation = Resharder(self.plan, rank, group, train.weights, gen_weights, device, peer, nodes)
         if train.zero.rests_on_host:
             self._to_generation.release()
         self._to_training: Resharder | None = None
         if training_copy == "drop":
             back = cached_plan(self.specs, target, source, staging_bytes=staging_bytes, nodes=nodes)
-            self._to_training = Resharder(back, rank, group, gen_weights, train.weights, device)
+            self._to_training = Resharder(back, rank, group, gen_weights, train.weights, device, nodes=nodes)
         self._flat_bytes = [t.untyped_storage().nbytes() for t in train.zero.flat_weights()]
 
     # ---- state
@@ -133,16 +159,17 @@ class HybridEngine:
         self._move(self._to_generation, report)
         if self.verify:
             self._check(report)
-        start = time.perf_counter()
-        if self._generator is not None:
-            self._generator.weights_version = self._generator.expected_version = self.version
-            report.cache_bytes = self._generator.allocate_cache()
-        report.seconds["cache"] = time.perf_counter() - start
+        with report.stage("cache"):
+            if self._generator is not None:
+                self._generator.weights_version = self._generator.expected_version = self.version
+                report.cache_bytes = self._generator.allocate_cache()
+                report.allocated["KV cache"] = report.cache_bytes
         if self.training_copy == "drop":
-            for flat in self.train.zero.flat_weights():
+            for flat, size in zip(self.train.zero.flat_weights(), self._flat_bytes, strict=True):
                 flat.untyped_storage().resize_(0)
+                report.freed["training copy"] = report.freed.get("training copy", 0) + size
         self.mode = GENERATION
-        record_switch(report.direction, report.seconds, report.bytes_received)
+        record_switch(report, self.rank, self.device)
         return report
 
     def switch_to_training(self) -> SwitchReport:
@@ -150,19 +177,20 @@ class HybridEngine:
         report = SwitchReport("to_training")
         if self.mode == TRAINING:
             return report
-        start = time.perf_counter()
-        if self._generator is not None:
-            report.cache_bytes = -self._generator.release_cache()
-        report.seconds["cache"] = time.perf_counter() - start
+        with report.stage("cache"):
+            if self._generator is not None:
+                report.cache_bytes = -self._generator.release_cache()
+                report.freed["KV cache"] = -report.cache_bytes
         if self._to_training is not None:
             for flat, size in zip(self.train.zero.flat_weights(), self._flat_bytes, strict=True):
                 flat.untyped_storage().resize_(size)
                 flat.zero_()  # DeepSpeed's alignment padding at the end belongs to no parameter
+                report.allocated["training copy"] = report.allocated.get("training copy", 0) + size
             self._move(self._to_training, report)
             if self.verify:
                 self._check(report)
         self.mode = TRAINING
-        record_switch(report.direction, report.seconds, report.bytes_received)
+        record_switch(report, self.rank, self.device)
         return report
 
     def _move(self, resharder: Resharder, report: SwitchReport) -> None:
@@ -172,7 +200,10 @@ class HybridEngine:
         moved = resharder.run()
         if visiting:
             resharder.release()
-        report.seconds["move"] = moved.seconds
+        report.seconds |= totals(moved.spans)
+        report.move_seconds = totals(moved.spans, depth=1)
+        report.spans += moved.spans
+        report.received_by_link = moved.received_by_link
         report.bytes_local, report.bytes_sent = moved.bytes_local, moved.bytes_sent
         report.bytes_received, report.staging_bytes = moved.bytes_received, moved.staging_bytes
         report.transport = moved.transport
@@ -188,10 +219,9 @@ class HybridEngine:
         return fingerprint_shards(self.specs, self.target, self.rank, self.gen_weights, self.group)
 
     def _check(self, report: SwitchReport) -> None:
-        start = time.perf_counter()
-        problems = compare(self.training_fingerprints(), self.generation_fingerprints())
-        problems += replica_differences(self.specs, self.source, self.rank, self.train.weights, self.group)
-        problems += replica_differences(self.specs, self.target, self.rank, self.gen_weights, self.group)
-        report.seconds["verify"] = time.perf_counter() - start
+        with report.stage("verify"):
+            problems = compare(self.training_fingerprints(), self.generation_fingerprints())
+            problems += replica_differences(self.specs, self.source, self.rank, self.train.weights, self.group)
+            problems += replica_differences(self.specs, self.target, self.rank, self.gen_weights, self.group)
         if problems:
             raise VerificationError(f"{len(problems)} parameters changed in {report.direction}: " + "; ".join(problems[:4]))

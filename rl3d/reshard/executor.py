@@ -1,29 +1,40 @@
 """Carrying out a plan on real tensors: check on all ranks, then move in place."""
 
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from rl3d.reshard.plan import Plan, ReshardError
 from rl3d.reshard.program import Program, Tensors, bind, find_problems
+from rl3d.reshard.spans import Span, Timeline, totals
 from rl3d.reshard.transports import CollectiveTransport, Transport, run_inprocess
 from rl3d.reshard.transports.base import control_device
 
 
 @dataclass(frozen=True)
 class MoveReport:
-    """What one rank did in one move. Bytes are payload bytes of this rank."""
+    """What one rank did in one move. Bytes are payload bytes of this rank.
 
-    seconds: float
+    ``spans`` are ``plan`` (checking tensors, and binding them to the plan where one has moved) and ``move``, inside which
+    are ``local`` copies, ``stage`` into and out of staging memory, ``copy`` between ranks and ``wait`` for other ranks.
+    ``received_by_link`` splits ``bytes_received`` into ``inside`` the node and ``between`` nodes.
+    """
+
     bytes_local: int
     bytes_sent: int
     bytes_received: int
     staging_bytes: int
     messages: int
     transport: str
+    received_by_link: dict[str, int] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Of the move, without the checks before it."""
+        return totals(self.spans).get("move", 0.0)
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -46,6 +57,7 @@ class Resharder:
         device: where the tensors and the staging buffers live.
         transport: how boxes travel; :class:`CollectiveTransport` when left out. :class:`PeerTransport` reads the memory
             of the ranks of its host.
+        nodes: node of each global rank, for the report; one node when left out.
 
     Raises:
         ReshardError: on every rank and before any weight is sent, when the plans differ or a tensor on any rank is
@@ -61,8 +73,9 @@ class Resharder:
         dst: Tensors,
         device: torch.device | str,
         transport: Transport | None = None,
+        nodes: Sequence[int] | None = None,
     ) -> None:
-        self.plan, self.rank, self.group = plan, rank, group
+        self.plan, self.rank, self.group, self.nodes = plan, rank, group, nodes
         self.src, self.dst = dict(src), dict(dst)
         self.device = torch.device(device)
         self.transport = transport if transport is not None else CollectiveTransport(group, self.device)
@@ -75,23 +88,34 @@ class Resharder:
 
     def run(self) -> MoveReport:
         """Move the weights. Raises :class:`ReshardError` on every rank when any tensor no longer fits."""
-        self._synchronize()  # peers may read the sources as soon as all ranks have bound
-        self._bind()
+        timeline = Timeline(self.device)
+        with timeline.span("plan"):
+            self._synchronize()  # peers may read the sources as soon as all ranks have bound
+            self._bind()
         assert self._program is not None
         program = self._program
-        start = time.perf_counter()
-        program.run_local()
-        self.transport.move(program)
+        with timeline.span("move"):
+            with timeline.span("local"):
+                program.run_local()
+            self.transport.move(program, timeline)
         self._synchronize()
         return MoveReport(
-            seconds=time.perf_counter() - start,
             bytes_local=program.bytes_local,
             bytes_sent=program.bytes_sent,
             bytes_received=program.bytes_received,
             staging_bytes=self.transport.staging_bytes,
             messages=sum(len(b.sends) + len(b.receives) for b in program.buckets),
             transport=self.transport.name,
+            received_by_link=self._by_link(program),
+            spans=timeline.spans(),
         )
+
+    def _by_link(self, program: Program) -> dict[str, int]:
+        found = {"inside": 0, "between": 0}
+        for pull in program.pulls:
+            near = self.nodes is None or self.nodes[pull.peer] == self.nodes[self.rank]
+            found["inside" if near else "between"] += pull.target.numel() * pull.target.element_size()
+        return found
 
     def release(self) -> None:
         """Let go of the source tensors; set ``src`` anew before the next :meth:`run`."""

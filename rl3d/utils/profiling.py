@@ -1,55 +1,227 @@
-"""Where the time of a switch goes: seconds by stage for each direction, over all switches since profiling was enabled."""
+"""Where the time and the bytes of a switch go, over all switches of this process since profiling was enabled."""
 
+import json
 import sys
-from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any, TextIO
+import time
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+MOVE_STAGES = ("local", "stage", "copy", "wait")
+
+
+class Switch(Protocol):
+    """What is recorded of a switch; :class:`rl3d.engine.hybrid.SwitchReport` describes each field."""
+
+    direction: str
+    seconds: dict[str, float]
+    move_seconds: dict[str, float]
+    received_by_link: dict[str, int]
+    bytes_local: int
+    bytes_sent: int
+    bytes_received: int
+    staging_bytes: int
+    allocated: dict[str, int]
+    freed: dict[str, int]
+    transport: str
+    spans: list[Any]  # of rl3d.reshard.spans.Span
+
 
 _enabled = False
-_seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-_bytes: dict[str, list[int]] = defaultdict(list)
+_links: dict[str, float] = {}
+_records: list[Switch] = []
+_place: tuple[int, str] = (0, "cpu")
 
 
-def enable_switch_profiling(enabled: bool = True) -> None:
-    """Start recording every switch of every actor in this process, from an empty record; ``False`` stops."""
+def enable_switch_profiling(
+    enabled: bool = True, *, inside_gb_per_s: float | None = None, between_gb_per_s: float | None = None
+) -> None:
+    """Start recording every switch of every actor in this process, from an empty record; ``False`` stops.
+
+    Args:
+        inside_gb_per_s, between_gb_per_s: what the links between GPUs of a node, and between nodes, carry for a GPU in one
+            direction, in 1e9 bytes per second. What was achieved is then compared with them; without ``inside_gb_per_s``
+            with one plain copy on the rank's own device, which is measured when a report is made.
+    """
     global _enabled
     _enabled = enabled
     if enabled:
-        _seconds.clear()
-        _bytes.clear()
+        _records.clear()
+        given = {"inside": inside_gb_per_s, "between": between_gb_per_s}
+        _links.clear()
+        _links.update({link: rate for link, rate in given.items() if rate is not None})
 
 
-def record_switch(direction: str, seconds: Mapping[str, float], received: int) -> None:
-    """Called by the hybrid engine after each switch: seconds by stage, and bytes that this rank received."""
+def record_switch(report: Switch, rank: int, device: object) -> None:
+    """Called by the hybrid engine after each switch of this rank."""
+    global _place
     if _enabled:
-        for stage, value in {**seconds, "total": sum(seconds.values())}.items():
-            _seconds[direction][stage].append(value)
-        _bytes[direction].append(received)
+        _records.append(report)
+        _place = (rank, str(device))
 
 
 def switch_report() -> dict[str, Any]:
-    """What was recorded: direction -> stage -> mean, min, max (seconds) and count, and ``received`` in bytes.
+    """What was recorded: direction -> figures of this rank; empty when nothing was.
 
-    Stages: ``move`` the weights, ``verify`` fingerprints, ``cache`` make or free the KV cache, ``total``.
+    ``count``; ``seconds``: stage -> mean, min, max, where stages are ``plan`` (checks), ``move`` with its parts
+    ``move/local``, ``move/stage``, ``move/copy``, ``move/wait``, ``verify``, ``cache`` (the KV cache made or freed) and
+    ``total``; ``bytes``: means of ``received``, ``sent``, ``local``, ``inside`` and ``between`` (received over each link),
+    and the largest ``staging``; ``allocated`` and ``freed``: means by what it was for; ``transport``;
+    ``gb_per_s``: received bytes over the seconds of ``move/copy``, which include waiting for senders of messages;
+    ``link_gb_per_s``: link -> what it carries, where known; ``link_ratio``: the seconds that the links would need over
+    those of ``move/copy``, ``None`` when a link's rate is not known or nothing was received.
     """
     out: dict[str, Any] = {}
-    for direction, stages in _seconds.items():
+    for direction in dict.fromkeys(r.direction for r in _records):
+        records = [r for r in _records if r.direction == direction]
+        copying = sum(r.move_seconds.get("copy", 0.0) for r in records)
+        received = sum(r.bytes_received for r in records)
+        by_link = {link: sum(r.received_by_link.get(link, 0) for r in records) for link in ("inside", "between")}
+        rates = dict(_links)
+        if by_link["inside"] and "inside" not in rates:
+            rates["inside"] = plain_copy_rate(_place[1])
+        least = max((by_link[link] / rates[link] / 1e9 for link in rates), default=0.0)
+        known = all(link in rates for link, nbytes in by_link.items() if nbytes)
         out[direction] = {
-            stage: {"mean": sum(v) / len(v), "min": min(v), "max": max(v), "count": len(v)} for stage, v in stages.items()
-        }
-        out[direction]["received"] = sum(_bytes[direction]) / len(_bytes[direction])
+            "count": len(records),
+            "seconds": _seconds(records),
+            "bytes": {
+                "received": received / len(records), **{link: nbytes / len(records) for link, nbytes in by_link.items()},
+                "sent": _mean(r.bytes_sent for r in records), "local": _mean(r.bytes_local for r in records),
+                "staging": max(r.staging_bytes for r in records),
+            },
+            "allocated": _means([r.allocated for r in records]), "freed": _means([r.freed for r in records]),
+            "transport": ", ".join(dict.fromkeys(r.transport for r in records if r.transport)),
+            "gb_per_s": received / copying / 1e9 if copying else 0.0,
+            "link_gb_per_s": rates,
+            "link_ratio": least / copying if copying and received and known else None,
+        }  # fmt: skip
     return out
 
 
 def print_switch_report(file: TextIO | None = None) -> None:
-    """Print one line for each direction and stage: mean (min, max) in milliseconds, on this rank."""
-    file = file or sys.stdout
+    """Print a table for each direction: milliseconds by stage, bytes by link, memory; on this rank."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=file or sys.stdout, highlight=False)
     report = switch_report()
     if not report:
-        print("no switch was recorded; call rl3d.utils.enable_switch_profiling() first", file=file)
-    for direction, stages in report.items():
-        received = stages.pop("received")
-        print(f"{direction}: {stages['total']['count']} switches, {received / 1e6:.1f} MB received by this rank", file=file)
-        for stage, s in stages.items():
-            label = "KV cache" if stage == "cache" else stage
-            print(f"  {label:<9} {s['mean'] * 1e3:9.2f} ms  ({s['min'] * 1e3:.2f}, {s['max'] * 1e3:.2f})", file=file)
+        console.print("no switch was recorded; call rl3d.utils.enable_switch_profiling() first")
+    for direction, found in report.items():
+        by = f" by {found['transport']}" if found["transport"] else ""
+        title = f"{direction}: {found['count']} switches{by}, rank {_place[0]}"
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for heading in ("", "mean", "(min, max)"):
+            table.add_column(heading, justify="left" if not heading else "right")
+        for stage, s in found["seconds"].items():
+            low, high = (f"{1e3 * s[key]:.2f}" for key in ("min", "max"))
+            table.add_row(_label(stage), f"{1e3 * s['mean']:.2f} ms", f"({low}, {high})")
+        for line in _byte_lines(found):
+            table.add_row(*line)
+        console.print(table)
+
+
+def save_switch_trace(path: str | Path) -> Path:
+    """Write this rank's switches as a Chrome trace (chrome://tracing, ui.perfetto.dev); returns the path.
+
+    ``{rank}`` in the path becomes the rank. Traces of the ranks of a host have one clock. One event for each switch, inside
+    it its stages, inside those their parts; ``ts`` and ``dur`` are in microseconds.
+    """
+    rank, device = _place
+    wall = time.time() - time.perf_counter()
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank} ({device})"}}
+    ]
+    for record in _records:
+        if not record.spans:
+            continue
+        start = min(span.start for span in record.spans)
+        end = max(span.start + span.seconds for span in record.spans)
+        details = {"received": record.bytes_received, "sent": record.bytes_sent, "local": record.bytes_local,
+                   "staging": record.staging_bytes, "transport": record.transport, **record.received_by_link,
+                   **{f"allocated {k}": v for k, v in record.allocated.items()},
+                   **{f"freed {k}": v for k, v in record.freed.items()}}  # fmt: skip
+        events.append(_event(f"switch {record.direction}", wall + start, end - start, rank, details))
+        events += [_event(span.name, wall + span.start, span.seconds, rank, {}) for span in record.spans]
+    place = Path(str(path).replace("{rank}", str(rank)))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return place
+
+
+@cache
+def plain_copy_rate(device: str) -> float:
+    """GB/s of payload (1e9 bytes) of the fastest of a few copies of 64 MiB from one piece of memory to another."""
+    import torch
+
+    source = torch.ones(64 << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        target.copy_(source)
+        if device.startswith("cuda"):
+            torch.cuda.current_stream(device).synchronize()
+        best = min(best, time.perf_counter() - start)
+    return source.numel() / best / 1e9
+
+
+def _event(name: str, start: float, seconds: float, rank: int, details: Mapping[str, Any]) -> dict[str, Any]:
+    return {"ph": "X", "cat": "switch", "name": name, "pid": rank, "tid": 0, "ts": 1e6 * start, "dur": 1e6 * seconds,
+            "args": dict(details)}  # fmt: skip
+
+
+def _seconds(records: list[Switch]) -> dict[str, dict[str, float]]:
+    rows = []
+    for r in records:
+        row = {}
+        for stage, value in r.seconds.items():
+            row[stage] = value
+            if stage == "move":
+                row |= {f"move/{part}": r.move_seconds[part] for part in MOVE_STAGES if part in r.move_seconds}
+        rows.append({**row, "total": sum(r.seconds.values())})
+    found = {}
+    for stage in dict.fromkeys(stage for row in rows for stage in row):
+        values = [row[stage] for row in rows if stage in row]
+        found[stage] = {"mean": sum(values) / len(values), "min": min(values), "max": max(values)}
+    return found
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
+
+
+def _means(sizes: list[dict[str, int]]) -> dict[str, float]:
+    return {name: _mean(s.get(name, 0) for s in sizes) for name in dict.fromkeys(n for s in sizes for n in s)}
+
+
+def _label(stage: str) -> str:
+    part = stage.partition("/")[2]
+    return f"  {part}" if part else {"cache": "KV cache"}.get(stage, stage)
+
+
+def _byte_lines(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    sizes, rates = found["bytes"], found["link_gb_per_s"]
+    where = {"inside": "inside the node", "between": "between nodes"}
+    against = {link: "link" if link in _links else "plain copy" for link in where}
+    lines = []
+    for link in where:
+        if sizes[link]:
+            rate = f"{rates[link]:.1f} GB/s {against[link]}" if link in rates else ""
+            lines.append((f"received {where[link]}", _size(sizes[link]), rate))
+    if found["gb_per_s"] and sizes["received"]:
+        ratio = "" if found["link_ratio"] is None else f"{found['link_ratio']:.2f} of the rate"
+        lines.append(("achieved", f"{found['gb_per_s']:.2f} GB/s", ratio))
+    for key, label in (("sent", "sent"), ("local", "copied in place"), ("staging", "staging, most")):
+        if sizes[key]:
+            lines.append((label, _size(sizes[key]), ""))
+    for kind in ("allocated", "freed"):
+        lines += [(f"{kind}: {what}", _size(nbytes), "") for what, nbytes in found[kind].items() if nbytes]
+    return lines
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.1f} MB"

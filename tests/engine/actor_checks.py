@@ -1,5 +1,6 @@
 """Checks of the actor on four ranks; facts go back to test_actor.py, which asserts on them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rl3d.engine.policy import TrainSample
 from rl3d.io import import_hf
 from rl3d.models import Architecture, parameter_specs
 from rl3d.reshard.fingerprint import compare, fingerprint_tensor
-from rl3d.utils import enable_switch_profiling, switch_report
+from rl3d.utils import enable_switch_profiling, save_switch_trace, switch_report
 from tests.reference import sequences
 
 NEW_TOKENS = 10
@@ -107,6 +108,7 @@ def _life(root: Path, tied: bool, train: str, gen: str, copy: str, **memory: Any
         actor.switch_to_training()
         trips += compare(before, actor.hybrid.training_fingerprints())
     profile = switch_report()
+    trace = json.loads(save_switch_trace(root / "trace" / f"{copy}-{train}-{{rank}}.json").read_text())
     out = actor.rollout(prompts(), max_new_tokens=NEW_TOKENS)
     errors = {"foreign": _error(lambda: actor.update(out.sequences + 1, torch.arange(6.0), out.logprobs))}
     errors["generate"] = _error(lambda: actor.generate(prompts()))
@@ -123,7 +125,7 @@ def _life(root: Path, tied: bool, train: str, gen: str, copy: str, **memory: Any
     actor.save_hf(root / name)
     after = actor.rollout(prompts(), max_new_tokens=NEW_TOKENS, stop_token_ids=[])
     return {
-        "copy": copy, "trips": trips, "profile": profile, "changed": len(moved), "parameters": len(before),
+        "copy": copy, "trips": trips, "profile": profile, "trace": trace, "changed": len(moved), "parameters": len(before),
         "learned": learned, "transport": actor.hybrid._to_generation.transport.name,
         "mode": actor.hybrid.mode, "errors": errors, "metrics": metrics, "export": name,
         "sequences": after.sequences.tolist(), "logprobs": after.logprobs.tolist(),

@@ -107,10 +107,32 @@ def test_the_file_and_the_layouts_have_the_same_fingerprints(facts):
 def test_switches_are_profiled(facts):
     for life in facts["life"]:
         there, back = life["profile"]["to_generation"], life["profile"]["to_training"]
-        assert there["move"]["count"] == back["cache"]["count"] == 3, "calls with nothing to do are not switches"
+        assert there["count"] == back["count"] == 3, "calls with nothing to do are not switches"
         # ranks laid out for it, tp2.dp2 holds in place all that tp4 wants
-        assert (there["received"] > 0) == ("tp2.pp1.zero2" not in life["export"]) and there["move"]["min"] > 0
-        assert (back["received"] > 0) == (life["copy"] == "drop")
+        moves = "tp2.pp1.zero2" not in life["export"]
+        assert (there["bytes"]["received"] > 0) == moves and there["seconds"]["move"]["min"] > 0
+        assert there["bytes"]["inside"] == there["bytes"]["received"] and there["bytes"]["between"] == 0
+        assert (there["link_ratio"] is not None) == moves and there["allocated"]["KV cache"] == back["freed"]["KV cache"]
+        assert (back["bytes"]["received"] > 0) == (life["copy"] == "drop") == ("training copy" in there["freed"])
+
+
+def test_a_trace_of_the_switches_nests(facts):
+    """As chrome://tracing reads it: complete events of one thread either follow or contain each other."""
+    for life in facts["life"]:
+        events = [e for e in life["trace"]["traceEvents"] if e["ph"] == "X"]
+        assert [e["name"] for e in events].count("switch to_generation") == 3
+        assert {"plan", "move", "local", "cache"} <= {e["name"] for e in events}
+        open_until: list[tuple[str, float]] = []
+        parents = {}
+        for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+            while open_until and open_until[-1][1] <= event["ts"] + 0.01:
+                open_until.pop()
+            end = event["ts"] + event["dur"]
+            assert not open_until or end <= open_until[-1][1] + 0.5, (event, open_until)
+            parents[event["name"]] = open_until[-1][0] if open_until else None
+            open_until.append((event["name"], end))
+        assert parents["switch to_generation"] is None and parents["local"] == "move"
+        assert parents["move"].startswith("switch ") and parents["cache"].startswith("switch ")
 
 
 def _expected_update(mode, count=8):

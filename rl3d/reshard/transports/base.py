@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from rl3d.reshard.program import Program
+from rl3d.reshard.spans import Timeline
 
 
 class Transport(Protocol):
@@ -21,8 +22,11 @@ class Transport(Protocol):
     def prepare(self, program: Program) -> None:
         """Get ready for a newly bound program: allocate staging, map peers' memory. Called by all ranks alike."""
 
-    def move(self, program: Program) -> None:
-        """Carry out all buckets; on return the destination tensors of this rank are complete."""
+    def move(self, program: Program, timeline: Timeline) -> None:
+        """Carry out all buckets; on return the destination tensors of this rank are complete.
+
+        Spans of ``timeline``: ``stage`` into and out of staging memory, ``copy`` between ranks, ``wait`` for other ranks.
+        """
 
 
 def control_device(group: "dist.ProcessGroup | None", device: torch.device) -> torch.device:

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from rl3d.reshard.plan import ReshardError
 from rl3d.reshard.program import Program
+from rl3d.reshard.spans import Timeline
 
 
 class CollectiveTransport:
@@ -36,14 +37,17 @@ class CollectiveTransport:
         self.staging_bytes = max(program.send_staging, program.receive_staging)
 
     @torch.no_grad()
-    def move(self, program: Program) -> None:
+    def move(self, program: Program, timeline: Timeline) -> None:
         for bucket in program.buckets:
             # P2POp takes global ranks and translates them for the group itself.
             operations = [dist.P2POp(dist.irecv, m.buffer(self._in), m.peer, group=self.group) for m in bucket.receives]
-            for message in bucket.sends:
-                message.pack(self._out)
-                operations.append(dist.P2POp(dist.isend, message.buffer(self._out), message.peer, group=self.group))
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-            for message in bucket.receives:
-                message.unpack(self._in)
+            with timeline.span("stage"):
+                for message in bucket.sends:
+                    message.pack(self._out)
+            operations += [dist.P2POp(dist.isend, m.buffer(self._out), m.peer, group=self.group) for m in bucket.sends]
+            with timeline.span("copy"):
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
+            with timeline.span("stage"):
+                for message in bucket.receives:
+                    message.unpack(self._in)

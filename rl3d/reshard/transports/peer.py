@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rl3d.reshard.plan import ReshardError
 from rl3d.reshard.program import Bucket, Message, Program, Pull, strided
+from rl3d.reshard.spans import Timeline
 from rl3d.reshard.transports.base import control_device
 from rl3d.reshard.transports.collective import CollectiveTransport
 from rl3d.reshard.transports.memory import Export, attach, export, host_name
@@ -123,26 +124,27 @@ class PeerTransport:
             self._messages.prepare(self._rest)
             self.staging_bytes = self._messages.staging_bytes
 
-    def move(self, program: Program) -> None:
-        problem = self._copy(self._early)
+    def move(self, program: Program, timeline: Timeline) -> None:
+        problem = self._copy(self._early, timeline)
         if self._messages is not None and self._rest is not None:
-            self._agree(problem)
-            self._messages.move(self._rest)
+            self._agree(problem, timeline)
+            self._messages.move(self._rest, timeline)
         if self._relays:
-            self._agree(problem)
-            problem = self._copy(self._late)
-        self._agree(problem)
+            self._agree(problem, timeline)
+            problem = self._copy(self._late, timeline)
+        self._agree(problem, timeline)
 
     @torch.no_grad()
-    def _copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> str:
+    def _copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], timeline: Timeline) -> str:
         """Carry out copies and wait for them; what went wrong, in words."""
         try:
             if self._stream is None:
-                for target, source in copies:
-                    target.copy_(source)
+                with timeline.span("copy"):
+                    for target, source in copies:
+                        target.copy_(source)
                 return ""
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), timeline.span("copy"):
                 for target, source in copies:
                     target.copy_(source, non_blocking=True)
             self._stream.synchronize()
@@ -176,14 +178,16 @@ class PeerTransport:
         dist.all_gather_object(found, value, group=self.group)
         return dict(zip(dist.get_process_group_ranks(self.group), found, strict=True))
 
-    def _agree(self, problem: str) -> None:
+    def _agree(self, problem: str, timeline: Timeline) -> None:
         """Wait for all ranks; raise on all when one has a problem."""
         if not self._distributed():
             self._raise([problem] if problem else [])
             return
         failed = torch.tensor([int(bool(problem))], dtype=torch.int64, device=self._control)
-        dist.all_reduce(failed, group=self.group)
-        if failed.item():
+        with timeline.span("wait"):
+            dist.all_reduce(failed, group=self.group)
+            anywhere = failed.item()
+        if anywhere:
             self._raise([line for line in self._gather(problem).values() if line])
 
     def _raise(self, problems: list[str]) -> None:
