@@ -31,20 +31,32 @@ def declare(parser: argparse.ArgumentParser) -> None:
         return sub
 
     into = work("import", _import, "HF -> Megatron: a torch_dist directory that megatron-core loads at any layout.")
-    into.add_argument("source", metavar="SRC", help="Hugging Face directory (safetensors)")
-    into.add_argument("--vocab-multiple", type=positive, default=128, metavar="N",
-                      help="pad the vocabulary to a multiple (make-vocab-size-divisible-by; default 128)")  # fmt: skip
+    into.add_argument("source", metavar="SRC", help="Hugging Face directory (safetensors or .bin), or an rl3d checkpoint")
     out = work("export", _export, "Megatron -> HF: a directory that transformers and vLLM load.")
-    out.add_argument("source", metavar="SRC", help="Megatron torch_dist directory")
-    out.add_argument("--hf", metavar="DIR", help="config.json and tokenizer, for a checkpoint that has none beside it")
-    for sub in (into, out):
+    out.add_argument("source", metavar="SRC", help="Megatron torch_dist directory, rl3d checkpoint, or .bin files")
+    recut = work("reshard", _reshard, "Megatron -> Megatron: cut as the ranks of another layout would have saved it.")
+    recut.add_argument("source", metavar="SRC", help="Megatron torch_dist directory")
+    for sub in (out, recut):
+        sub.add_argument("--hf", metavar="DIR", help="config.json and tokenizer, for a checkpoint that has none beside it")
+    for sub in (into, recut):
+        for size, text in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
+            sub.add_argument(
+                f"--{size}",
+                type=positive,
+                default=1,
+                metavar="N",
+                help=f"{text}-parallel size that the files are cut for (default 1; any size loads any cut)",
+            )
+        sub.add_argument("--vocab-multiple", type=positive, default=128, metavar="N",
+                         help="pad the vocabulary to a multiple (make-vocab-size-divisible-by; default 128)")  # fmt: skip
+    for sub in (into, out, recut):
         sub.add_argument("target", metavar="DST", help="directory to make; it appears when it is complete")
         sub.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the result (default: as stored)")
         sub.add_argument(
             "--max-shard-size", metavar="SIZE", default="5GB", help="begin another file after this (default 5GB)"
         )
         sub.add_argument("--jobs", type=positive, default=1, metavar="N",
-                         help="files written at a time, each with a parameter in memory (default 1)")  # fmt: skip
+                         help="parameters in memory at a time, each read and written by a thread (default 1)")  # fmt: skip
         sub.add_argument("--dry-run", action="store_true", help="prove that it can be done, say what would be written")
         sub.add_argument("--resume", action="store_true", help="take up what a killed conversion left")
         sub.add_argument("--overwrite", action="store_true", help="replace DST, once the new one is complete")
@@ -99,7 +111,17 @@ def _show(done: int, total: int, seconds: float) -> None:
 def _import(args: argparse.Namespace) -> int:
     from rl3d.io.convert import hf_to_megatron
 
-    return _convert(args, hf_to_megatron, vocab_multiple=args.vocab_multiple)
+    return _convert(args, hf_to_megatron, **_layout(args))
+
+
+def _reshard(args: argparse.Namespace) -> int:
+    from rl3d.io.convert import reshard
+
+    return _convert(args, reshard, hf=args.hf, **_layout(args))
+
+
+def _layout(args: argparse.Namespace) -> dict[str, Any]:
+    return {key: getattr(args, key) for key in ("tp", "pp", "ep", "vocab_multiple")}
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
 """Hugging Face -> Megatron and back: plans out of the families' rules, and what is proved before a byte is written."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,50 +12,85 @@ from torch import Tensor
 from rl3d.io import torch_dist
 from rl3d.io.export_hf import safetensors_header
 from rl3d.io.hf_reader import INDEX_FILE, SINGLE_FILE
+from rl3d.io.placement import Placement, Region
 from rl3d.io.source import DTYPES, HF_FOLDER, MANIFEST_FILE, Source
-from rl3d.io.stream import ConvertError, Group, OutputFile, Record, write_directory
+from rl3d.io.stream import ConvertError, Extent, Group, Record, file_sizes, write_directory
 from rl3d.models import MappedParameter, hf_shapes, mapped_parameters
 from rl3d.reshard.fingerprint import fingerprint_tensor, fold
 
 Show = Callable[[int, int, float], None]
-_CHUNK = 16 << 20
+_CHUNK = 1 << 20  # bytes that a fingerprint works on at a time: they stay in the cache
 
 
-def hf_to_megatron(src: str | Path, dst: str | Path, *, dtype: str | None = None, vocab_multiple: int = 128,
-                   max_shard_size: int = 5_000_000_000, **options: Any) -> dict[str, Any]:  # fmt: skip
+def hf_to_megatron(src: str | Path, dst: str | Path, *, dtype: str | None = None, tp: int = 1, pp: int = 1, ep: int = 1,
+                   vocab_multiple: int = 128, max_shard_size: int = 5_000_000_000, **options: Any,
+                   ) -> dict[str, Any]:  # fmt: skip
     """Write ``dst``, a ``torch_dist`` checkpoint that megatron-core loads at any layout. Returns its manifest.
 
     Args:
         dtype: of the result; by default the source's.
+        tp, pp, ep: cut into the files of the ranks of this layout, so that each rank of it reads little more than its own.
         vocab_multiple: the vocabulary is padded with zeros to a multiple (Megatron-LM's make_vocab_size_divisible_by).
         max_shard_size: bytes; a larger file is begun anew between parameters.
         options: ``jobs``, ``resume``, ``overwrite``, ``dry_run``, ``show`` (see :func:`write_directory`).
 
     Raises:
-        CheckpointError, ConvertError, UnsupportedModelError: before anything is under the name ``dst``.
+        CheckpointError, ConvertError, LayoutError, UnsupportedModelError: before anything is under the name ``dst``.
     """
-    source = _source(src, "hf", None, dtype)
+    source = _source(src, "import", None, dtype)
+    return _to_megatron(source, Path(dst), (tp, pp, ep), vocab_multiple, max_shard_size, options)
+
+
+def reshard(src: str | Path, dst: str | Path, *, tp: int = 1, pp: int = 1, ep: int = 1, hf: str | Path | None = None,
+            dtype: str | None = None, vocab_multiple: int = 128, max_shard_size: int = 5_000_000_000, **options: Any,
+            ) -> dict[str, Any]:  # fmt: skip
+    """Write the weights of a ``torch_dist`` checkpoint anew, cut as the ranks of another layout would have saved them.
+
+    Args, result and errors as :func:`hf_to_megatron` and :func:`megatron_to_hf`.
+    """
+    source = _source(src, "reshard", hf, dtype)
+    return _to_megatron(source, Path(dst), (tp, pp, ep), vocab_multiple, max_shard_size, options)
+
+
+def _to_megatron(source: Source, dst: Path, layout: tuple[int, int, int], vocab_multiple: int, max_shard_size: int,
+                 options: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
     arch = source.arch
-    padded = mapped_parameters(arch, arch.padded_vocab(multiple=vocab_multiple))
+    experts = 1 + max((m.spec.expert for m in source.parameters if m.spec.expert is not None), default=-1)
+    placement = Placement(arch.num_layers, *layout, experts=experts)
+    padded = mapped_parameters(arch, arch.padded_vocab(layout[0], multiple=vocab_multiple))
+    files = _FileNames(max_shard_size)
+    lengths: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
 
-    def group(mapped: MappedParameter) -> Group:
-        def make() -> tuple[Iterator[memoryview], dict[str, Any]]:
+    def group(mapped: MappedParameter) -> tuple[Group, list[Region]]:
+        spec, kind, extents = mapped.spec, source.dtype_of(mapped), []
+        regions = placement.regions(spec)
+        for region in regions:
+            key = torch_dist.stacked(spec, region.sizes), kind
+            if key not in lengths:
+                lengths[key] = torch_dist.encoded_size(*key)
+            extents.append(Extent(files.take(region.rank, lengths[key]), lengths[key]))
+
+        def make() -> tuple[list[Any], dict[str, Any]]:
             value = source.read(mapped)
-            return torch_dist.encode(mapped.spec, value), _facts(mapped, value)
+            return [partial(_write_region, mapped, value, r) for r in regions], _facts(mapped, value)
 
-        return Group(mapped.spec.name, mapped.spec.numel * source.dtype.itemsize, make)
+        return Group(spec.name, tuple(extents), make), regions
 
-    batches = _packed([group(m) for m in padded], max_shard_size)
-    files = [OutputFile(f"__{i}_0.distcp", batch) for i, batch in enumerate(batches)]
+    pairs = [group(m) for m in padded]
 
     def finish(directory: Path, records: list[Record]) -> dict[str, Any]:
-        places = {r.name: (r.file, r.offset, r.length) for r in records}
-        specs = [m.spec for m in padded]
-        torch_dist.write_metadata(directory, specs, dict.fromkeys(places, source.dtype), places, arch.num_layers)
-        source.copy_sidecars(directory / HF_FOLDER, source.dtype)
+        places = {
+            g.name: [torch_dist.Place(r.offsets, r.sizes, w.file, w.offset, w.length)
+                     for r, w in zip(regions, record.written, strict=True)]
+            for (g, regions), record in zip(pairs, records, strict=True)
+        }  # fmt: skip
+        dtypes = {m.spec.name: source.dtype_of(m) for m in padded}
+        torch_dist.write_metadata(directory, [m.spec for m in padded], dtypes, places, arch.num_layers)
+        source.copy_sidecars(directory / HF_FOLDER)
         return {"format": "torch_dist", "padded_vocab": padded[0].spec.shape[0]}
 
-    return _write(source, Path(dst), {"vocab_multiple": vocab_multiple}, files, finish, options)
+    settings = {"vocab_multiple": vocab_multiple, "layout": str(placement)}
+    return _write(source, dst, settings, [g for g, _ in pairs], {}, finish, options)
 
 
 def megatron_to_hf(src: str | Path, dst: str | Path, *, hf: str | Path | None = None, dtype: str | None = None,
@@ -62,38 +98,46 @@ def megatron_to_hf(src: str | Path, dst: str | Path, *, hf: str | Path | None = 
     """Write ``dst``, a Hugging Face directory: no pad rows, no tied head. Returns its manifest.
 
     Args and errors as :func:`hf_to_megatron`; ``hf`` is a directory with the configuration and the tokenizer, for a
-    Megatron checkpoint that was not converted here.
+    Megatron checkpoint that was not converted here. PyTorch ``.bin`` files, GGUF files and checkpoints of rl3d runs are
+    sources as well.
     """
-    source = _source(src, "torch_dist", hf, dtype)
+    source = _source(src, "export", hf, dtype)
     shapes = hf_shapes(source.arch)
+    files = _FileNames(max_shard_size)
+    held: dict[int, dict[str, tuple[int, ...]]] = {}  # number of the file -> its tensors
+    dtypes: dict[str, torch.dtype] = {}
 
-    def group(mapped: MappedParameter) -> Group:
-        def make() -> tuple[Iterator[Any], dict[str, Any]]:
-            value = source.read(mapped)
-            return (_raw(part) for _, part in _hf_tensors(mapped, value)), _facts(mapped, value)
+    def group(mapped: MappedParameter) -> tuple[int, int, MappedParameter]:
+        kind = source.dtype_of(mapped)
+        size = mapped.spec.numel * kind.itemsize
+        number = files.number(0, size)
+        for name in hf_names(mapped):
+            held.setdefault(number, {})[name] = shapes[name]
+            dtypes[name] = kind
+        return number, size, mapped
 
-        return Group(mapped.spec.name, mapped.spec.numel * source.dtype.itemsize, make)
-
-    by_name = {m.spec.name: m for m in source.parameters}
-    batches = _packed([group(m) for m in source.parameters], max_shard_size)
-    files, weight_map = [], {}
-    for i, batch in enumerate(batches):
-        name = SINGLE_FILE if len(batches) == 1 else f"model-{i + 1:05d}-of-{len(batches):05d}.safetensors"
-        tensors = {n: shapes[n] for g in batch for n in hf_names(by_name[g.name])}
-        weight_map.update(dict.fromkeys(tensors, name))
-        files.append(OutputFile(name, batch, safetensors_header(tensors, source.dtype)))
+    planned = [group(m) for m in source.parameters]
+    names = {n: SINGLE_FILE if len(held) == 1 else f"model-{n + 1:05d}-of-{len(held):05d}.safetensors" for n in held}
+    weight_map = {tensor: names[n] for n, tensors in held.items() for tensor in tensors}
     if set(weight_map) != set(shapes):
         raise ConvertError(f"the rules leave out {sorted(set(shapes) - set(weight_map))}")
 
+    def make(mapped: MappedParameter) -> tuple[list[Any], dict[str, Any]]:
+        value = source.read(mapped)
+        return [partial(_write_tensors, mapped, value)], _facts(mapped, value)
+
+    groups = [Group(m.spec.name, (Extent(names[n], size),), partial(make, m)) for n, size, m in planned]
+    headers = {names[n]: safetensors_header(tensors, dtypes) for n, tensors in held.items()}
+
     def finish(directory: Path, records: list[Record]) -> dict[str, Any]:
-        if len(batches) > 1:
-            total = sum(torch.Size(shape).numel() for shape in shapes.values()) * source.dtype.itemsize
+        if len(held) > 1:
+            total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        source.copy_sidecars(directory, source.dtype)
+        source.copy_sidecars(directory)
         return {"format": "hf"}
 
-    return _write(source, Path(dst), {}, files, finish, options)
+    return _write(source, Path(dst), {}, groups, headers, finish, options)
 
 
 def parse_size(text: str) -> int:
@@ -111,6 +155,37 @@ def hf_names(mapped: MappedParameter) -> list[str]:
     return list(dict.fromkeys(s.hf_name for s in mapped.segments))
 
 
+class _FileNames:
+    """Files of each rank, another begun where one would grow beyond the limit."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._files: dict[int, tuple[int, int]] = {}  # rank -> (number, bytes)
+
+    def number(self, rank: int, length: int) -> int:
+        """Number of the rank's file that the next ``length`` bytes go into."""
+        number, size = self._files.get(rank, (0, 0))
+        if size and size + length > self._limit:
+            number, size = number + 1, 0
+        self._files[rank] = number, size + length
+        return number
+
+    def take(self, rank: int, length: int) -> str:
+        """The same as torch.distributed.checkpoint names files."""
+        return f"__{rank}_{self.number(rank, length)}.distcp"
+
+
+def _write_region(mapped: MappedParameter, value: Tensor, region: Region, write: Callable[[Any], Any]) -> None:
+    for axis, (start, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
+        value = value.narrow(axis, start, size)
+    torch_dist.encode(value[None] if mapped.spec.layer is not None else value, write)
+
+
+def _write_tensors(mapped: MappedParameter, value: Tensor, write: Callable[[Any], Any]) -> None:
+    for _, tensor in _hf_tensors(mapped, value):
+        write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
 def _hf_tensors(mapped: MappedParameter, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     for name in hf_names(mapped):
         segments = sorted((s for s in mapped.segments if s.hf_name == name), key=lambda s: s.hf_start)
@@ -118,37 +193,28 @@ def _hf_tensors(mapped: MappedParameter, value: Tensor) -> Iterator[tuple[str, T
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _raw(value: Tensor) -> Any:
-    return value.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
 def _facts(mapped: MappedParameter, value: Tensor) -> dict[str, Any]:
     return {"fingerprint": f"{fingerprint_tensor(value, mapped.spec.valid_rows, _CHUNK):016x}"}
 
 
-def _source(path: str | Path, kind: str, hf: str | Path | None, dtype: str | None) -> Source:
+_SOURCES = {"import": ("hf", "bin", "gguf", "rl3d"), "export": ("torch_dist", "bin", "gguf", "rl3d"),
+            "reshard": ("torch_dist",)}  # fmt: skip
+
+
+def _source(path: str | Path, work: str, hf: str | Path | None, dtype: str | None) -> Source:
     if dtype is not None and dtype not in DTYPES:
         raise ConvertError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     source = Source(path, hf, DTYPES[dtype] if dtype else None)
-    if source.kind != kind:
-        other = "export" if kind == "hf" else "import"
-        raise ConvertError(f"{path} is a checkpoint of format {source.kind}, expected {kind}; did you mean `{other}`?")
+    if source.kind not in _SOURCES[work]:
+        other = next(w for w, kinds in _SOURCES.items() if source.kind in kinds)
+        raise ConvertError(
+            f"{path} is a checkpoint of format {source.kind}, expected {' or '.join(_SOURCES[work])}; did you mean "
+            f"`{other}`?"
+        )
     return source
 
 
-def _packed(groups: list[Group], limit: int) -> list[list[Group]]:
-    out: list[list[Group]] = [[]]
-    size = 0
-    for group in groups:
-        if out[-1] and size + group.size > limit:
-            out.append([])
-            size = 0
-        out[-1].append(group)
-        size += group.size
-    return out
-
-
-def _write(source: Source, dst: Path, settings: dict[str, Any], files: list[OutputFile],
+def _write(source: Source, dst: Path, settings: dict[str, Any], groups: Sequence[Group], headers: dict[str, bytes],
            finish: Callable[[Path, list[Record]], dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
     if dst.resolve() in (source.path.resolve(), source.weights.resolve()):
         raise ConvertError(f"{dst} is the source itself; choose another name")
@@ -156,20 +222,20 @@ def _write(source: Source, dst: Path, settings: dict[str, Any], files: list[Outp
         "family": source.arch.family, "source": str(source.path), "dtype": str(source.dtype).removeprefix("torch."),
         **settings,
     }  # fmt: skip
+    sizes = file_sizes(groups, headers)
     if options.pop("dry_run", False):
-        return {**head, "files": {f.name: f.size for f in files}, "bytes": sum(f.size for f in files)}
-    identity = {**head, "torch": torch.__version__, "files": [[f.name, [g.name for g in f.groups]] for f in files],
-                "read": source.stat()}  # fmt: skip
+        return {**head, "files": sizes, "bytes": sum(sizes.values())}
+    identity = {**head, "torch": torch.__version__, "files": sizes, "read": source.stat()}
     out: dict[str, Any] = {}
 
     def complete(directory: Path, records: list[Record]) -> None:
         prints = {r.name: int(r.facts["fingerprint"], 16) for r in records}
-        out.update(head, **finish(directory, records), fingerprint=fold(prints), bytes=sum(r.length for r in records))
+        out.update(head, **finish(directory, records), fingerprint=fold(prints), bytes=sum(sizes.values()))
         out["items"] = [
-            {"name": r.name, "file": r.file, "offset": r.offset, "length": r.length, "sha256": r.sha256, **r.facts}
-            for r in records
-        ]
+            {"name": r.name, "file": w.file, "offset": w.offset, "length": w.length, "sha256": w.sha256, **r.facts}
+            for r in records for w in r.written
+        ]  # fmt: skip
         (directory / MANIFEST_FILE).write_text(json.dumps(out, indent=1) + "\n")
 
-    write_directory(dst, identity, files, complete, **options)
+    write_directory(dst, identity, groups, headers, complete, **options)
     return out

@@ -27,15 +27,17 @@ SIDECARS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
+TEMPLATES_FOLDER = "additional_chat_templates"  # where transformers keeps chat templates beyond the first
 
 
-def safetensors_header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
-    """What precedes the values of a safetensors file that holds these tensors in this order."""
+def safetensors_header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | Mapping[str, torch.dtype]) -> bytes:
+    """What precedes the values of a safetensors file that holds these tensors in this order (``dtype``: one, or by name)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
-        size = torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        kind = dtype if isinstance(dtype, torch.dtype) else dtype[name]
+        size = torch.Size(shape).numel() * kind.itemsize
+        header[name] = {"dtype": _DTYPE_CODES[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -218,6 +220,8 @@ def _write_sidecars(directory: Path, source: Path, arch: Architecture, dtype: to
     for name in SIDECARS:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
+    if (source / TEMPLATES_FOLDER).is_dir():
+        shutil.copytree(source / TEMPLATES_FOLDER, directory / TEMPLATES_FOLDER, dirs_exist_ok=True)
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -1,8 +1,12 @@
-"""Reading slices of tensors out of a Hugging Face safetensors checkpoint."""
+"""Reading slices of tensors out of a Hugging Face checkpoint: safetensors, or PyTorch ``.bin`` files."""
 
 import json
+import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,7 +22,7 @@ class CheckpointError(ValueError):
 
 
 class HFReader:
-    """Opens the files of one model directory lazily and reads slices, never whole files.
+    """Opens the files of one model directory lazily and reads slices, never whole files. Threads may share it.
 
     Args:
         directory: a directory with ``model.safetensors`` or an index and its shards.
@@ -27,11 +31,14 @@ class HFReader:
         CheckpointError: neither is there, or the index names a file that is missing.
     """
 
+    index_file, single_file, shards = INDEX_FILE, SINGLE_FILE, "model-*-of-*.safetensors"
+
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         self._files: dict[str, str] = {}
-        self._open: dict[str, safe_open] = {}
-        index = self.directory / INDEX_FILE
+        self._open: dict[str, Any] = {}
+        self._lock = Lock()
+        index, single = self.directory / self.index_file, self.directory / self.single_file
         if index.is_file():
             try:
                 self._files = dict(json.loads(index.read_text())["weight_map"])
@@ -40,24 +47,30 @@ class HFReader:
             missing = sorted({name for name in self._files.values() if not (self.directory / name).is_file()})
             if missing:
                 raise CheckpointError(f"{index} lists files that do not exist: {', '.join(missing)}")
-            if (self.directory / SINGLE_FILE).is_file():
+            if single.is_file():
                 raise CheckpointError(
-                    f"{self.directory} has both {SINGLE_FILE} and {INDEX_FILE}: readers disagree on which counts; remove one"
+                    f"{self.directory} has both {single.name} and {index.name}: readers disagree on which counts; remove one"
                 )
-        elif (self.directory / SINGLE_FILE).is_file():
-            self._files = dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
+        elif single.is_file():
+            self._files = dict.fromkeys(self._handle(single.name).keys(), single.name)
         else:
             raise CheckpointError(
-                f"{self.directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; expected a safetensors checkpoint"
+                f"{self.directory} has neither {single.name} nor {index.name}; expected a safetensors checkpoint"
             )
 
-    def _handle(self, file: str) -> safe_open:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(str(self.directory / file), framework="pt", device="cpu")
-            except Exception as error:
-                raise CheckpointError(f"{self.directory / file} cannot be read: {error}") from error
-        return self._open[file]
+    def _handle(self, file: str) -> Any:
+        with self._lock:
+            if file not in self._open:
+                try:
+                    self._open[file] = self._open_file(self.directory / file)
+                except CheckpointError:
+                    raise
+                except Exception as error:
+                    raise CheckpointError(f"{self.directory / file} cannot be read: {error}") from error
+            return self._open[file]
+
+    def _open_file(self, path: Path) -> Any:
+        return safe_open(str(path), framework="pt", device="cpu")
 
     @property
     def names(self) -> set[str]:
@@ -89,7 +102,7 @@ class HFReader:
             for file, names in sorted(listed.items())
             for name in sorted(set(self._handle(file).keys()) - names)
         ]
-        files = sorted(p.name for p in self.directory.glob("model-*-of-*.safetensors") if p.name not in listed)
+        files = sorted(p.name for p in self.directory.glob(self.shards) if p.name not in listed)
         return out + [f"unexpected file {file}: no index lists it" for file in files]
 
     def _slice(self, name: str):
@@ -98,7 +111,7 @@ class HFReader:
             raise CheckpointError(f"tensor {name!r} is not in {self.directory}")
         handle = self._handle(file)
         if name not in handle.keys():
-            raise CheckpointError(f"{self.directory / INDEX_FILE} places {name!r} in {file}, but it is not there")
+            raise CheckpointError(f"{self.directory / self.index_file} places {name!r} in {file}, but it is not there")
         return handle.get_slice(name)
 
     def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> Tensor:
@@ -128,3 +141,70 @@ class HFReader:
         if problems:
             shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             raise CheckpointError(f"{self.directory} does not match its config.json: {shown}")
+
+
+class BinReader(HFReader):
+    """The same for ``pytorch_model.bin``, or an index and its shards: mapped into memory, nothing but tensors unpickled."""
+
+    index_file, single_file, shards = "pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model-*-of-*.bin"
+
+    def _open_file(self, path: Path) -> Any:
+        try:
+            try:
+                held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError as error:  # files from before torch 1.6 cannot be mapped
+                if "mmap can only be used" not in str(error):
+                    raise
+                held = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            what = re.search(r"GLOBAL (\S+)", str(error))
+            raise CheckpointError(
+                f"{path} cannot be read: its pickle asks for {what[1] if what else 'more than tensors'}; refused, only "
+                f"tensors are loaded"
+            ) from None
+        if not isinstance(held, Mapping):
+            raise CheckpointError(f"{path} holds a {type(held).__name__}; expected a mapping of names to tensors")
+        other = [f"{k!r} is a {type(v).__name__}" for k, v in held.items() if not isinstance(v, Tensor)]
+        if other:
+            raise CheckpointError(f"{path}: {other[0]}; expected a mapping of names to tensors and nothing else")
+        return _HeldTensors(held)
+
+
+class _HeldTensors:
+    """Tensors that are in memory, with the interface of an open safetensors file."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self._tensors = tensors
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> "_HeldSlice":
+        return _HeldSlice(self._tensors[name])
+
+
+class _HeldSlice:
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        codes = {dtype: code for code, dtype in _DTYPES.items()}
+        return codes.get(self._tensor.dtype, str(self._tensor.dtype))
+
+    def __getitem__(self, part: Any) -> Tensor:
+        return self._tensor[part]
+
+
+def is_bin(directory: Path) -> bool:
+    """Whether the directory's weights are PyTorch files: as transformers does, safetensors come first."""
+    names = [(kind.single_file, kind.index_file) for kind in (HFReader, BinReader)]
+    safe, old = (any((directory / name).is_file() for name in pair) for pair in names)
+    return old and not safe
+
+
+def open_hf(directory: str | Path) -> HFReader:
+    """The reader for what is there; raises :class:`CheckpointError` when that is nothing."""
+    return BinReader(directory) if is_bin(Path(directory)) else HFReader(directory)

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rl3d.io.hf_reader import CheckpointError, HFReader
+from rl3d.io.finite import all_finite
+from rl3d.io.hf_reader import CheckpointError, HFReader, open_hf
 from rl3d.io.random_reader import RandomReader, is_random
 from rl3d.models import Architecture, MappedParameter, hf_shapes, mapped_parameters
 
@@ -29,7 +30,7 @@ def import_hf(directory: str | Path, arch: Architecture, padded_vocab: int, tens
     if is_random(directory):
         reader = RandomReader(directory, next(iter(tensors.values())).device)
     else:
-        reader = HFReader(directory)
+        reader = open_hf(directory)
     mapped = {m.spec.name: m for m in mapped_parameters(arch, padded_vocab)}
     fresh = {s.hf_name for name in absent if name in mapped for s in mapped[name].segments}
     expected = {name: shape for name, shape in hf_shapes(arch).items() if name not in fresh}
@@ -84,10 +85,10 @@ def _copy(target: Tensor, reader: HFReader | RandomReader, name: str, rows: tupl
 def _copy_block(target: Tensor, value: Tensor, reader: HFReader | RandomReader, name: str) -> None:
     if not value.is_floating_point():
         raise CheckpointError(f"{name} has dtype {value.dtype} in {reader.file(name)}; expected floating-point weights")
-    if not torch.isfinite(value).all():
+    if not all_finite(value):
         raise CheckpointError(f"{name} holds NaN or infinite values in {reader.file(name)}; the checkpoint is damaged")
     target.copy_(value)
-    if target.dtype != value.dtype and not torch.isfinite(target).all():
+    if target.dtype != value.dtype and not all_finite(target):
         raise CheckpointError(
             f"{name} in {reader.file(name)} holds values up to {float(value.abs().max()):.3g}, more than {target.dtype} "
             f"can hold; choose another dtype"

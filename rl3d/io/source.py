@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl3d.io.hf_reader import CheckpointError, HFReader
+from rl3d.io.export_hf import TEMPLATES_FOLDER
+from rl3d.io.finite import all_finite
+from rl3d.io.hf_reader import CheckpointError, HFReader, is_bin, open_hf
 from rl3d.io.import_hf import read_shard
+from rl3d.io.random_reader import RANDOM_FILE, RandomReader, is_random
 from rl3d.io.torch_dist import TRACKER_FILE, TorchDistReader, is_torch_dist
 from rl3d.models import Architecture, MappedParameter, hf_shapes, mapped_parameters
 from rl3d.reshard.fingerprint import fingerprint_tensor
@@ -19,19 +22,20 @@ HF_FOLDER = "hf"
 """Where a Megatron checkpoint keeps config.json, tokenizer and templates of the model it came from."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
-_CHUNK = 16 << 20
+_CHUNK = 1 << 20  # stays in the cache
 
 
 class Source:
     """A checkpoint whose files hold exactly what its configuration and the family's rules say.
 
     Args:
-        path: Hugging Face directory, ``torch_dist`` directory, or a checkpoint of an rl3d run.
+        path: Hugging Face directory, GGUF file, ``torch_dist`` directory, or a checkpoint of an rl3d run.
         hf: directory with the ``config.json`` (and tokenizer) of a Megatron checkpoint that has none beside it.
         dtype: dtype to read as; by default the files' own, which must then be one.
 
     Attributes:
-        kind: ``"hf"`` or ``"torch_dist"``.
+        kind: ``"hf"`` (safetensors), ``"bin"`` (PyTorch files), ``"gguf"``, ``"rl3d"`` (a checkpoint of a run) or
+            ``"torch_dist"``.
         sidecars: directory with config.json and everything else that is not weights.
         parameters: all parameters, the vocabulary unpadded.
 
@@ -42,32 +46,38 @@ class Source:
     """
 
     def __init__(self, path: str | Path, hf: str | Path | None = None, dtype: torch.dtype | None = None):
-        self.path = Path(path)
+        self.path = self.weights = Path(path)
+        self._reader: HFReader | TorchDistReader | RandomReader
         if not self.path.is_dir():
             raise CheckpointError(f"{path}: no such directory; expected a Hugging Face or Megatron checkpoint")
-        self.kind = "torch_dist" if is_torch_dist(self.path) else "hf"
-        self.weights = self.path
-        self._reader: HFReader | TorchDistReader
-        if self.kind == "torch_dist":
+        if is_torch_dist(self.path):
+            self.kind = "torch_dist"
             self._reader = TorchDistReader(self.path)
             self.weights = self._reader.directory
-            beside = next((p / HF_FOLDER for p in (self.weights, self.path) if (p / HF_FOLDER).is_dir()), None)
-            if hf is None and beside is None:
-                raise CheckpointError(
-                    f"{path} has no {HF_FOLDER}/config.json; say with --hf which Hugging Face directory the model came from"
-                )
-            self.sidecars = Path(hf) if hf is not None else beside or self.path
+            self.sidecars = self._beside(hf)
         else:
-            if (self.path / "state.json").is_file() and (self.path / HF_FOLDER).is_dir():  # of an rl3d run
-                self.weights = self.path / HF_FOLDER
+            self.kind = "hf"
+            if is_run_checkpoint(self.path):
+                self.kind, self.weights = "rl3d", self.path / HF_FOLDER
+            elif is_bin(self.path):
+                self.kind = "bin"
             self.sidecars = self.weights
         self.arch = Architecture.from_hf(self.sidecars)
         self.config: dict[str, Any] = json.loads((self.sidecars / "config.json").read_text())
         self.parameters = mapped_parameters(self.arch, self.arch.vocab_size)
-        if self.kind == "hf":
-            self._reader = HFReader(self.weights)
+        if self.kind != "torch_dist":
+            random = is_random(self.weights)
+            self._reader = RandomReader(self.weights, torch.device("cpu")) if random else open_hf(self.weights)
         self._prove()
         self.dtype = dtype or self._one_dtype()
+
+    def _beside(self, hf: str | Path | None) -> Path:
+        beside = next((p / HF_FOLDER for p in (self.weights, self.path) if (p / HF_FOLDER).is_dir()), None)
+        if hf is None and beside is None:
+            raise CheckpointError(
+                f"{self.path} has no {HF_FOLDER}/config.json; say with --hf which Hugging Face directory the model came from"
+            )
+        return Path(hf) if hf is not None else beside or self.path
 
     def _prove(self) -> None:
         if isinstance(self._reader, TorchDistReader):
@@ -75,7 +85,7 @@ class Source:
             return
         head = "lm_head.weight"
         self._reader.check(hf_shapes(self.arch), tied_head=head if self.arch.tied else None)
-        if self.arch.tied and head in self._reader.names:
+        if self.arch.tied and isinstance(self._reader, HFReader) and head in self._reader.names:
             self._require_equal("model.embed_tokens.weight", head)
 
     def _require_equal(self, name: str, other: str) -> None:
@@ -95,6 +105,8 @@ class Source:
         """What each tensor that is read is stored as."""
         if isinstance(self._reader, TorchDistReader):
             return {m.spec.name: self._reader.dtype(m.spec) for m in self.parameters}
+        if isinstance(self._reader, RandomReader):
+            return dict.fromkeys(hf_shapes(self.arch), torch.float32)
         return {name: self._reader.dtype(name) for name in hf_shapes(self.arch)}
 
     def _one_dtype(self) -> torch.dtype:
@@ -112,19 +124,23 @@ class Source:
             raise CheckpointError(f"{self.weights} is stored as {common}; say --dtype to choose among {', '.join(DTYPES)}")
         return common
 
+    def dtype_of(self, mapped: MappedParameter) -> torch.dtype:
+        """What :meth:`read` gives the parameter as."""
+        return self.dtype
+
     @torch.no_grad()
     def read(self, mapped: MappedParameter) -> Tensor:
         """One whole parameter in canonical form. The vocabulary is as padded as ``mapped`` says, with zeros.
 
         Raises :class:`CheckpointError` for values that are not finite, as stored or as converted.
         """
-        if isinstance(self._reader, HFReader):
+        if not isinstance(self._reader, TorchDistReader):
             out = torch.empty(mapped.spec.shape, dtype=self.dtype)
             read_shard(self._reader, mapped, 1, 0, out)
             return out
         stored = self._reader.read(mapped.spec)
         out = stored.to(self.dtype)
-        if out.dtype != stored.dtype and not out.isfinite().all():
+        if out.dtype != stored.dtype and not all_finite(out):
             raise CheckpointError(f"{mapped.spec.name} in {self.weights} holds values beyond {self.dtype}; choose another")
         return out
 
@@ -141,15 +157,22 @@ class Source:
         files = {*self.weights.iterdir(), *self.sidecars.iterdir()}
         return sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files if p.is_file())
 
-    def copy_sidecars(self, target: Path, dtype: torch.dtype) -> None:
+    def copy_sidecars(self, target: Path) -> None:
         """Everything but weights, byte for byte; config.json changes only where it would say another dtype."""
         target.mkdir(exist_ok=True)
         for file in sorted(self.sidecars.iterdir()):
-            skip = file.name.startswith(".") or file.name in (MANIFEST_FILE, TRACKER_FILE)
+            skip = file.name.startswith(".") or file.name in (MANIFEST_FILE, TRACKER_FILE, RANDOM_FILE)
             if file.is_file() and not skip and not file.name.endswith(_WEIGHT_SUFFIXES):
                 shutil.copyfile(file, target / file.name)
-        name = str(dtype).removeprefix("torch.")
+        if (self.sidecars / TEMPLATES_FOLDER).is_dir():
+            shutil.copytree(self.sidecars / TEMPLATES_FOLDER, target / TEMPLATES_FOLDER)
+        name = str(self.dtype).removeprefix("torch.")
         key = "torch_dtype" if "torch_dtype" in self.config and "dtype" not in self.config else "dtype"
         if self.config.get(key, name) != name:
             text = json.dumps({**self.config, key: name}, indent=2)
             (target / "config.json").write_text(text + "\n")
+
+
+def is_run_checkpoint(path: Path) -> bool:
+    """Whether the directory is a checkpoint (``step_N``) of an rl3d run, which holds its weights as Hugging Face files."""
+    return (path / "state.json").is_file() and (path / HF_FOLDER).is_dir()

@@ -1,69 +1,75 @@
 """Streaming writer of checkpoint directories: a group of tensors at a time, resumable, complete or not there at all.
 
-Everything goes into a hidden directory beside the final one, which takes the final name at the end. Each file has a
-journal: a line for each group written, with its SHA-256. A killed run is taken up after the last group whose bytes are
-right, and ends in the bytes that an undisturbed one would have written.
+Everything goes into a hidden directory beside the final one, which takes the final name at the end. Where each byte will
+lie is known before the first one is written, so groups are read, turned and written in any order, several at a time. A
+journal has a line for each group on disk, with the SHA-256 of its bytes. A killed run is taken up from the groups whose
+bytes are right, and ends in the bytes that an undisturbed one would have written.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from rl3d.io.hf_reader import CheckpointError
 
-PLAN_FILE = ".plan.json"
+PLAN_FILE, JOURNAL_FILE = ".plan.json", ".journal"
 _BLOCK = 16 << 20
+
+Write = Callable[[Any], Any]
+"""Takes the next block of bytes (anything with the buffer protocol)."""
 
 
 class ConvertError(ValueError):
     """A conversion that cannot be done as asked; the message says what is in the way."""
 
 
+class Extent(NamedTuple):
+    """``length`` bytes of a file; extents of one file follow each other in the order of the groups."""
+
+    file: str
+    length: int
+
+
 @dataclass(frozen=True)
 class Group:
-    """What is read, turned and written at once.
+    """What is read, turned and written at once; the largest one bounds the conversion's memory.
 
     Attributes:
         name: canonical name of the parameter.
-        size: bytes that it takes in memory (what bounds the conversion's memory), a little less than on disk.
-        make: reads it and returns the blocks to write, and facts (JSON) that the finished manifest keeps.
+        extents: where it goes.
+        make: reads it; returns one function for each extent, which writes that extent's bytes, and facts (JSON) that the
+            finished manifest keeps.
     """
 
     name: str
-    size: int
-    make: Callable[[], tuple[Iterable[Any], dict[str, Any]]]
+    extents: tuple[Extent, ...]
+    make: Callable[[], tuple[Sequence[Callable[[Write], Any]], dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class OutputFile:
-    """A file of groups in this order, after ``header``."""
+class Written(NamedTuple):
+    """An extent on disk: ``length`` bytes of ``file`` from ``offset``, and their SHA-256."""
 
-    name: str
-    groups: Sequence[Group]
-    header: bytes = b""
-
-    @property
-    def size(self) -> int:
-        return len(self.header) + sum(g.size for g in self.groups)
-
-
-@dataclass(frozen=True)
-class Record:
-    """A group that is on disk: ``length`` bytes of ``file`` from ``offset``, their SHA-256, and facts about it."""
-
-    name: str
     file: str
     offset: int
     length: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """A group that is on disk, and facts about it."""
+
+    name: str
+    written: tuple[Written, ...]
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -82,21 +88,31 @@ class Progress:
                 self._show(self._done, self._total, time.monotonic() - self._start)
 
 
+def file_sizes(groups: Sequence[Group], headers: Mapping[str, bytes]) -> dict[str, int]:
+    """Bytes of every file, in order of appearance. ``headers``: what a file begins with."""
+    sizes = {name: len(header) for name, header in headers.items()}
+    for group in groups:
+        for extent in group.extents:
+            sizes[extent.file] = sizes.get(extent.file, 0) + extent.length
+    return sizes
+
+
 def partial_directory(final: Path) -> Path:
     """Where a conversion lies until it is complete."""
     return final.with_name(f".{final.name}.partial")
 
 
-def write_directory(final: Path, identity: dict[str, Any], files: Sequence[OutputFile],
+def write_directory(final: Path, identity: dict[str, Any], groups: Sequence[Group], headers: Mapping[str, bytes],
                     finish: Callable[[Path, list[Record]], None], *, jobs: int = 1, resume: bool = False,
                     overwrite: bool = False, show: Callable[[int, int, float], None] | None = None,
                     ) -> list[Record]:  # fmt: skip
-    """Write ``files`` into a directory that gets its name ``final`` when everything is on disk.
+    """Write ``groups`` into a directory that gets its name ``final`` when everything is on disk.
 
     Args:
         identity: what the result depends on (JSON); a partial conversion of another identity is not resumed.
+        headers: file name -> what it begins with, for files that begin with anything.
         finish: writes what is known only at the end (metadata, sidecars) into the directory it is given.
-        jobs: files written at the same time, each with one group in memory.
+        jobs: groups in memory at the same time, each in a thread that reads, turns and writes it.
         resume: take up what a killed conversion left. Without it that is thrown away.
         overwrite: replace a ``final`` that exists, once the new one is complete.
 
@@ -107,18 +123,18 @@ def write_directory(final: Path, identity: dict[str, Any], files: Sequence[Outpu
     if final.exists() and not overwrite:
         raise ConvertError(f"{final} exists; choose another name or say --overwrite")
     partial = partial_directory(final)
+    sizes = file_sizes(groups, headers)
+    _require_space(partial, sum(sizes.values()), resume)
     _prepare(partial, identity, resume)
-    total = sum(f.size for f in files)
-    _require_space(partial, total)
-    progress = Progress(total, show)
+    progress = Progress(sum(sizes.values()), show)
     try:
-        records = _write_files(partial, files, progress, jobs)
+        records = _write_groups(partial, groups, headers, sizes, progress, jobs)
         finish(partial, records)
     except CheckpointError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    for leftover in [*partial.glob(".*.journal"), partial / PLAN_FILE]:
-        leftover.unlink(missing_ok=True)
+    for leftover in (JOURNAL_FILE, PLAN_FILE):
+        (partial / leftover).unlink()
     _sync(partial)
     if final.exists():
         old = final.with_name(f".{final.name}.old")
@@ -130,22 +146,6 @@ def write_directory(final: Path, identity: dict[str, Any], files: Sequence[Outpu
         os.replace(partial, final)
     _sync(final.parent)
     return records
-
-
-def _write_files(partial: Path, files: Sequence[OutputFile], progress: Progress, jobs: int) -> list[Record]:
-    if jobs == 1:
-        return [record for f in files for record in _write_file(partial, f, progress)]
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        futures = [pool.submit(_write_file, partial, f, progress) for f in files]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            progress.stop.set()
-    # the error of a file comes before those of files that were told to stop because of it
-    errors = [e for e in (f.exception() for f in futures) if e is not None]
-    for error in sorted(errors, key=lambda e: isinstance(e, InterruptedError)):
-        raise error
-    return [record for f in futures for record in f.result()]
 
 
 def _prepare(partial: Path, identity: dict[str, Any], resume: bool) -> None:
@@ -164,65 +164,149 @@ def _prepare(partial: Path, identity: dict[str, Any], resume: bool) -> None:
     plan.write_text(text)
 
 
-def _require_space(partial: Path, total: int) -> None:
-    there = sum(p.stat().st_size for p in partial.iterdir() if p.is_file())
-    free = shutil.disk_usage(partial).free
+def _require_space(partial: Path, total: int, resume: bool) -> None:
+    """Before anything is made: what a killed run left counts, whether it is kept or thrown away first."""
+    left = [p.stat() for p in partial.iterdir() if p.is_file()] if partial.exists() else []
+    there = min(total, sum(s.st_blocks * 512 for s in left))  # files are sparse until they are complete
+    parent = next(p for p in (partial.parent, *partial.parent.absolute().parents) if p.exists())
+    free = shutil.disk_usage(parent).free
     if total - there > free:
         raise ConvertError(
             f"{partial.parent}: {total - there:,} bytes to write, {free:,} free; make room or choose another place"
         )
 
 
-def _write_file(partial: Path, output: OutputFile, progress: Progress) -> list[Record]:
-    path, journal = partial / output.name, partial / f".{output.name}.journal"
-    records = _kept(path, journal, output)
-    end = records[-1].offset + records[-1].length if records else len(output.header)
-    with path.open("r+b" if path.exists() else "w+b") as file, journal.open("w") as log:
-        file.seek(0)
-        file.write(output.header)
-        file.truncate(end)
-        file.seek(end)
-        for record in records:
-            _append(log, record)
-        progress.add(end)
-        for group in output.groups[len(records) :]:
-            if progress.stop.is_set():
-                raise InterruptedError(f"{output.name}: another file failed")
-            blocks, facts = group.make()
-            digest, start = sha256(), file.tell()
-            for block in blocks:
-                file.write(block)
-                digest.update(block)
-            del block, blocks
-            file.flush()
-            record = Record(group.name, output.name, start, file.tell() - start, digest.hexdigest(), facts)
-            _append(log, record)
-            records.append(record)
-            progress.add(record.length)
-        os.fsync(file.fileno())
-    return records
+class _Files:
+    """The files of a directory, open, at their final sizes; and the journal beside them."""
 
+    def __init__(self, partial: Path, groups: Sequence[Group], headers: Mapping[str, bytes], sizes: Mapping[str, int]):
+        self._partial = partial
+        self._lock = Lock()
+        self.handles: dict[str, BinaryIO] = {}
+        self.places: dict[str, list[Written]] = {}  # group -> extents, not hashed yet
+        end = {name: len(headers.get(name, b"")) for name in sizes}
+        for group in groups:
+            self.places[group.name] = []
+            for file, length in group.extents:
+                self.places[group.name].append(Written(file, end[file], length, ""))
+                end[file] += length
+        for name, size in sizes.items():
+            path = partial / name
+            self.handles[name] = handle = path.open("r+b" if path.exists() else "w+b")
+            handle.truncate(size)
+            os.pwrite(handle.fileno(), headers.get(name, b""), 0)
 
-def _append(log: Any, record: Record) -> None:
-    log.write(json.dumps(asdict(record)) + "\n")
-    log.flush()
-
-
-def _kept(path: Path, journal: Path, output: OutputFile) -> list[Record]:
-    """Groups that an earlier run wrote whole, from the first on, their bytes read again."""
-    if not (path.is_file() and journal.is_file()):
-        return []
-    kept: list[Record] = []
-    with path.open("rb") as file:
-        for line, group in zip(journal.read_text().splitlines(), output.groups):
+    def kept(self) -> dict[str, Record]:
+        """Groups that an earlier run wrote whole: journal and bytes agree."""
+        journal = self._partial / JOURNAL_FILE
+        out: dict[str, Record] = {}
+        for line in journal.read_text().splitlines() if journal.is_file() else ():
             try:
-                record = Record(**json.loads(line))
-            except (ValueError, TypeError):
-                break  # the line that was being written
-            if record.name != group.name or hash_range(file, record.offset, record.length) != record.sha256:
-                break
-            kept.append(record)
-    return kept
+                entry = json.loads(line)
+                written = tuple(Written(*extent) for extent in entry["written"])
+            except (ValueError, TypeError, KeyError):
+                continue  # the line that was being written
+            right = [w._replace(sha256="") for w in written] == self.places.get(entry["name"])
+            if right and all(hash_range(self.handles[w.file], w.offset, w.length) == w.sha256 for w in written):
+                out[entry["name"]] = Record(entry["name"], written, entry["facts"])
+        return out
+
+    def start_journal(self, records: Sequence[Record]) -> None:
+        self._journal = (self._partial / JOURNAL_FILE).open("w")
+        for record in records:
+            self.note(record)
+
+    def note(self, record: Record) -> None:
+        with self._lock:
+            self._journal.write(json.dumps(asdict(record)) + "\n")
+            self._journal.flush()
+
+    def write(self, group: Group) -> Record:
+        """Raises ValueError when ``make`` gives other extents than the group announced."""
+        emits, facts = group.make()
+        written = []
+        for emit, place in zip(emits, self.places[group.name], strict=True):
+            sink = _Sink(self.handles[place.file], place)
+            emit(sink.write)
+            written.append(sink.close())
+        record = Record(group.name, tuple(written), facts)
+        self.note(record)
+        return record
+
+    def close(self, sync: bool) -> None:
+        for handle in self.handles.values():
+            if sync:
+                os.fsync(handle.fileno())
+            handle.close()
+        with contextlib.suppress(AttributeError):
+            self._journal.close()
+
+
+class _Sink:
+    """Writes the blocks of one extent at its place, and hashes them."""
+
+    def __init__(self, handle: BinaryIO, place: Written):
+        self._handle, self._place, self._at, self._digest = handle, place, place.offset, sha256()
+
+    def write(self, block: Any) -> int:
+        view = memoryview(block).cast("B")
+        end = self._place.offset + self._place.length
+        if self._at + len(view) > end:
+            raise ValueError(f"{self._place.file}: more than the {self._place.length} bytes announced")
+        for start in range(0, len(view), _BLOCK):
+            part = view[start : start + _BLOCK]
+            self._digest.update(part)
+            while part:
+                count = os.pwrite(self._handle.fileno(), part, self._at)
+                self._at, part = self._at + count, part[count:]
+        return len(view)
+
+    def flush(self) -> None:
+        """For writers that expect a file."""
+
+    def close(self) -> Written:
+        short = self._place.offset + self._place.length - self._at
+        if short:
+            raise ValueError(f"{self._place.file}: {short} of the {self._place.length} bytes announced are missing")
+        return self._place._replace(sha256=self._digest.hexdigest())
+
+
+def _write_groups(partial: Path, groups: Sequence[Group], headers: Mapping[str, bytes], sizes: Mapping[str, int],
+                  progress: Progress, jobs: int) -> list[Record]:  # fmt: skip
+    files = _Files(partial, groups, headers, sizes)
+    complete = False
+    try:
+        records = files.kept()
+        files.start_journal(list(records.values()))
+        progress.add(sum(map(len, headers.values())) + sum(w.length for r in records.values() for w in r.written))
+        for record in _run([g for g in groups if g.name not in records], files.write, progress, jobs):
+            records[record.name] = record
+        complete = True
+    finally:
+        files.close(sync=complete)
+    return [records[g.name] for g in groups]
+
+
+def _run(groups: Sequence[Group], write: Callable[[Group], Record], progress: Progress, jobs: int) -> Iterator[Record]:
+    def one(group: Group) -> Record | None:
+        if progress.stop.is_set():
+            return None
+        record = write(group)
+        progress.add(sum(w.length for w in record.written))
+        return record
+
+    if jobs == 1:
+        yield from (record for group in groups if (record := one(group)) is not None)
+        return
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        futures = [pool.submit(one, group) for group in groups]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            progress.stop.set()
+    for future in futures:
+        if (record := future.result()) is not None:
+            yield record
 
 
 def hash_range(file: BinaryIO, offset: int, length: int) -> str | None:

@@ -4,13 +4,12 @@ They are torch.distributed.checkpoint directories plus ``metadata.json``. Equal 
 [layers, ...] named without the layer's number, and the norms before a projection carry Transformer Engine's names.
 """
 
-import io
 import json
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.utils import _create_file_view
+from torch.serialization import get_crc32_options, set_crc32_options
 
+from rl3d.io.finite import all_finite
 from rl3d.io.hf_reader import CheckpointError
 from rl3d.layout import ParamSpec
 
@@ -54,35 +55,83 @@ def _names(spec: ParamSpec) -> list[tuple[str, bool]]:
     return [(f"decoder.layers.{v}", True) for v in variants] + [(head + v, False) for v in variants]
 
 
-def encode(spec: ParamSpec, value: Tensor) -> Iterator[memoryview]:
-    """The bytes that stand for one parameter in a data file, as one block that is valid until the next is asked for."""
-    buffer = io.BytesIO()
-    torch.save(value[None] if spec.layer is not None else value, buffer)
-    with buffer.getbuffer() as view:  # released by hand: collected together with its buffer it would crash Python
-        yield view
+def encoded_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes that :func:`encode` writes for a tensor of this shape. Nothing of that size is touched."""
+    counter = _Counter()
+    checksums = get_crc32_options()
+    set_crc32_options(False)  # they would read memory that was never written, and do not change the length
+    try:
+        torch.save(torch.empty(shape, dtype=dtype), cast(Any, counter))
+    finally:
+        set_crc32_options(checksums)
+    return counter.bytes
+
+
+def encode(value: Tensor, write: Callable[[Any], Any]) -> None:
+    """Write the bytes that stand for one piece of a tensor in a data file, without a second copy of it in memory."""
+    value = value.contiguous()
+    exact = torch.from_numpy(value.view(-1).view(torch.uint8).numpy())  # a storage of its own, in the same memory:
+    torch.save(exact.view(value.dtype).view(value.shape), cast(Any, _Stream(write)))  # whole storages are saved
+
+
+class _Counter:
+    """A file that only knows how long it became."""
+
+    bytes = 0
+
+    def write(self, block: Any) -> int:
+        self.bytes += len(block)
+        return len(block)
+
+    def flush(self) -> None:
+        pass
+
+
+class _Stream:
+    """A file that can only be written, from front to back."""
+
+    def __init__(self, write: Callable[[Any], Any]):
+        self._write = write
+
+    def write(self, block: Any) -> int:
+        self._write(block)
+        return len(block)
+
+    def flush(self) -> None:
+        pass
+
+
+class Place(NamedTuple):
+    """A piece of a parameter (offsets and sizes in it) and where its bytes are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
 
 
 def write_metadata(directory: Path, specs: Iterable[ParamSpec], dtypes: Mapping[str, torch.dtype],
-                   places: Mapping[str, tuple[str, int, int]], layers: int) -> None:  # fmt: skip
-    """Complete a directory whose data files hold what :func:`encode` gave.
+                   places: Mapping[str, Sequence[Place]], layers: int) -> None:  # fmt: skip
+    """Complete a directory whose data files hold what :func:`encode` gave, each piece with :func:`stacked` in front.
 
     Args:
         dtypes: canonical name -> dtype.
-        places: canonical name -> (file, offset, length).
+        places: canonical name -> its pieces, which cover it once.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for spec in specs:
-        name, stacked = stored_name(spec), spec.layer is not None
-        shape = torch.Size((layers, *spec.shape) if stacked else spec.shape)
+        name = stored_name(spec)
+        shape = torch.Size(spec.shape if spec.layer is None else (layers, *spec.shape))
         if name not in tensors:
             tensors[name] = TensorStorageMetadata(TensorProperties(dtypes[spec.name]), shape, [])
-        offsets = torch.Size((spec.layer, *[0] * len(spec.shape)) if stacked else [0] * len(spec.shape))  # type: ignore
-        sizes = torch.Size((1, *spec.shape) if stacked else spec.shape)
-        file_name, start, length = places[spec.name]
-        # interned: pickle tells objects apart
-        storage[MetadataIndex(name, offsets)] = _StorageInfo(sys.intern(file_name), start, length)
-        tensors[name].chunks.append(ChunkStorageMetadata(offsets, sizes))
+        for place in places[spec.name]:
+            offsets = torch.Size(place.offsets if spec.layer is None else (spec.layer, *place.offsets))
+            sizes = torch.Size(stacked(spec, place.sizes))
+            # interned: pickle tells objects apart
+            storage[MetadataIndex(name, offsets)] = _StorageInfo(sys.intern(place.file), place.start, place.length)
+            tensors[name].chunks.append(ChunkStorageMetadata(offsets, sizes))
     metadata = Metadata(tensors, planner_data={n: (n,) for n in tensors}, storage_data=storage, version="1.0.0")  # type: ignore
     with (directory / METADATA_FILE).open("wb") as file:
         pickle.dump(metadata, file)
@@ -90,6 +139,11 @@ def write_metadata(directory: Path, specs: Iterable[ParamSpec], dtypes: Mapping[
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
               "common_backend_version": 1}  # fmt: skip
     (directory / CONFIG_FILE).write_text(json.dumps(config))
+
+
+def stacked(spec: ParamSpec, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape in the files of a piece of a parameter: layers are stacked along a dimension in front."""
+    return sizes if spec.layer is None else (1, *sizes)
 
 
 def checkpoint_directory(path: Path) -> Path:
@@ -101,7 +155,7 @@ def checkpoint_directory(path: Path) -> Path:
     if tracker.is_file():
         word = tracker.read_text().strip()
         path = path / (word if word == "release" else f"iter_{int(word):07d}" if word.isdigit() else word)
-    legacy = sorted(p.name for p in path.glob("mp_rank_*"))
+    legacy = _legacy(path)
     if legacy:
         raise CheckpointError(
             f"{path} holds {legacy[0]}: a legacy Megatron checkpoint, whose pickled ranks cannot be read safely; convert "
@@ -111,7 +165,12 @@ def checkpoint_directory(path: Path) -> Path:
 
 
 def is_torch_dist(path: Path) -> bool:
-    return (path / METADATA_FILE).is_file() or (path / TRACKER_FILE).is_file() or any(path.glob("mp_rank_*"))
+    """Whether it is a Megatron checkpoint, be it of a kind that :class:`TorchDistReader` refuses."""
+    return any((path / name).is_file() for name in (METADATA_FILE, CONFIG_FILE, TRACKER_FILE)) or bool(_legacy(path))
+
+
+def _legacy(path: Path) -> list[str]:
+    return sorted(p.name for pattern in ("mp_rank_*", "iter_*/mp_rank_*", "release/mp_rank_*") for p in path.glob(pattern))
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -140,6 +199,10 @@ class TorchDistReader:
 
     def __init__(self, path: Path):
         self.directory = checkpoint_directory(path)
+        config = self.directory / CONFIG_FILE
+        backend = json.loads(config.read_text()).get("sharded_backend") if config.is_file() else None
+        if backend not in (None, "torch_dist"):
+            raise CheckpointError(f"{config} says sharded_backend {backend!r}; expected torch_dist: save it as that")
         file = self.directory / METADATA_FILE
         if not file.is_file():
             raise CheckpointError(f"{self.directory} has no {METADATA_FILE}; expected a torch_dist checkpoint")
@@ -252,7 +315,7 @@ class TorchDistReader:
             for axis, (a, n) in enumerate(zip(start, kept)):
                 target, value = target.narrow(axis, a, n), value.narrow(axis, 0, n)
             target.copy_(value)
-        if not all(bool(block.isfinite().all()) for block in out.split(max(1, (32 << 20) // max(1, out[:1].nbytes)))):
+        if not all_finite(out):
             raise CheckpointError(f"{spec.name} holds NaN or infinite values in {self.directory} ({name})")
         return out
 
