@@ -6,8 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent / "rl3d"
 # a room may import rooms on floors below its own, and itself; `config` reads layouts and is read by everything above
 FLOORS = [
-    {"layout"},
-    {"config", "reshard", "distributed", "utils", "kernels"},
+    {"layout", "kernels"},
+    {"config", "reshard", "distributed", "utils"},
     {"models"},
     {"estimate"},
     {"io"},

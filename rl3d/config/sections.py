@@ -100,9 +100,10 @@ class LayoutConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA when there is a GPU.")
     staging_mib: PositiveInt = Field(default=48, description="Largest staging buffer of a switch, MiB a direction.")
     transport: Literal["p2p", "auto", "peer"] = Field(
-        default="p2p",
-        description="How weights travel at a switch. p2p: messages of NCCL or gloo. auto: ranks of a host read each other's "
-        "memory (CUDA IPC, on a CPU shared memory) where they can; peer: it is an error when they cannot.",
+        default="auto",
+        description="How weights travel at a switch. auto: ranks of a host read each other's memory (CUDA IPC, on a CPU "
+        "shared memory), each pair that can; messages of NCCL or gloo carry the rest. peer: it is an error when a pair of "
+        "a host cannot. p2p: messages only.",
     )
     training_copy: Literal["keep", "drop"] = Field(
         default="keep",

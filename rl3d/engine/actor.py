@@ -77,7 +77,7 @@ class Actor:
         cache_strategy: of the key/value cache: ``"adaptive"``, ``"full"`` or ``"lightweight"`` (rl3d.generation.sizing).
         staging_mib: cap on the staging memory of a switch, MiB per direction.
         verify: compare fingerprints of every parameter after each switch.
-        transport: ``"p2p"``: messages; ``"auto"``, ``"peer"``: ranks of a host read each other's memory (if they can, must).
+        transport: ``"auto"``, ``"peer"``: ranks of a host read each other's memory (if they can, must); ``"p2p"``: messages.
         training_copy: ``"keep"``, or ``"drop"`` to give the training weights' memory back during generation.
         sequence_parallel: split the sequence over tensor-parallel ranks outside attention and MLP.
         recompute: activations computed again in the backward pass: ``"none"``, ``"selective"`` (core attention) or
@@ -101,7 +101,7 @@ class Actor:
                  gen: str | GenLayout = "tp1", order: str = "auto", dtype: str | torch.dtype = "auto",
                  device: str = "auto", use_flash_attention: bool = True, algorithm: PPOConfig | None = None,
                  max_sequence_length: int | None = None, max_sequences: int = 64, max_prefill_tokens: int = 8192,
-                 cache_strategy: str = "adaptive", staging_mib: int = 48, verify: bool = False, transport: str = "p2p",
+                 cache_strategy: str = "adaptive", staging_mib: int = 48, verify: bool = False, transport: str = "auto",
                  training_copy: str = "keep", sequence_parallel: bool = False, recompute: str = "none",
                  offload: str = "none", reference: bool | None = None, reference_residency: str = "device",
                  deepspeed: Mapping[str, Any] | None = None, megatron: Mapping[str, Any] | None = None,

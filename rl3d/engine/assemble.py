@@ -48,7 +48,7 @@ class ActorSettings:
     cache_strategy: str = "adaptive"
     staging_bytes: int = 48 << 20
     verify: bool = False
-    transport: str = "p2p"
+    transport: str = "auto"
     training_copy: str = "keep"
     sequence_parallel: bool = False
     recompute: str = "none"

@@ -99,7 +99,7 @@ class HybridEngine:
     def __init__(self, train: TrainingEngine, generator: MegatronGenerator | None, gen_weights: dict[str, Tensor], *,
                  specs: Sequence[ParamSpec], source: ShardLayout, target: ShardLayout, group: Any, rank: int,
                  device: torch.device, staging_bytes: int = 48 << 20, nodes: Sequence[int] | None = None,
-                 verify: bool = False, training_copy: str = "keep", transport: str = "p2p"):  # fmt: skip
+                 verify: bool = False, training_copy: str = "keep", transport: str = "auto"):  # fmt: skip
         if training_copy not in ("keep", "drop"):
             raise ValueError(f"training_copy = {training_copy!r}: expected 'keep' or 'drop'")
         if transport not in ("p2p", "auto", "peer"):

@@ -11,10 +11,11 @@ from rl3d.kernels.linear import fp32_logits
 from rl3d.kernels.paged_attention import paged_decode
 from rl3d.kernels.rmsnorm import rms_norm
 from rl3d.kernels.rotary import rotary
+from rl3d.kernels.strided_copy import CopyTable
 from rl3d.kernels.swiglu import swiglu
 from rl3d.kernels.token_logprob import logprob_gradient, logprob_statistics
 
 __all__ = [
-    "add_rms_norm", "fp32_logits", "gemv_add", "logprob_gradient", "logprob_statistics", "norm_gemv", "paged_decode",
-    "rms_norm", "rotary", "rotate_append", "swiglu",
+    "CopyTable", "add_rms_norm", "fp32_logits", "gemv_add", "logprob_gradient", "logprob_statistics", "norm_gemv",
+    "paged_decode", "rms_norm", "rotary", "rotate_append", "swiglu",
 ]  # fmt: skip

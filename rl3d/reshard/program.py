@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from rl3d.kernels import CopyTable
 from rl3d.reshard.plan import FILL, Plan, Rows
 from rl3d.reshard.schedule import ALIGN
 
@@ -32,17 +33,8 @@ class Message:
         """This message's bytes: a flat uint8 view of ``staging``."""
         return staging[self.start : self.start + self.nbytes]
 
-    def pack(self, staging: torch.Tensor) -> None:
-        """Copy the local boxes into the message."""
-        for view, slot in self._slots(staging):
-            slot.copy_(view)
-
-    def unpack(self, staging: torch.Tensor) -> None:
-        """Copy the message into the local boxes."""
-        for view, slot in self._slots(staging):
-            view.copy_(slot)
-
-    def _slots(self, staging: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def slots(self, staging: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each local box beside its place in the message."""
         buffer = self.buffer(staging)
         return [
             (view, buffer[at : at + view.numel() * view.element_size()].view(view.dtype).view(view.shape))
@@ -96,12 +88,15 @@ class Program:
     relays: bool = False
     src: Tensors = field(default_factory=dict)
     dst: Tensors = field(default_factory=dict)
+    _local: CopyTable | None = field(default=None, repr=False)
 
     @torch.no_grad()
     def run_local(self) -> None:
         """Copies inside the rank (none where source and destination are the same memory) and zeros for padding."""
-        for target, source in self.copies:
-            target.copy_(source)
+        if self.copies and self._local is None:
+            self._local = CopyTable(self.copies, self.copies[0][0].device)
+        if self._local is not None:
+            self._local.run()
         for pad in self.fills:
             pad.zero_()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl3d.kernels import backend, fp32_logits, logprob_gradient, logprob_statistics, rms_norm, rotary, swiglu
-from tests.kernels import decode_checks
+from tests.kernels import copy_checks, decode_checks
 from tests.kernels.decode_checks import error
 
 EPS = 1e-5
@@ -97,7 +97,7 @@ def main(device: str) -> dict[str, float]:
             out[f"logprob/{valid}/{scale:.2f}"], out[f"logprob_gradient/{valid}/{scale:.2f}"] = values, gradient
     empty = torch.zeros(0, 64, device=device, requires_grad=True)
     assert rms_norm(empty, torch.ones(64, device=device), EPS).shape == (0, 64) and swiglu(empty).shape == (0, 32)
-    return out | decode_checks.main(device)
+    return out | decode_checks.main(device) | copy_checks.main(device)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from rl3d.kernels import logprob_statistics
+from rl3d.kernels import CopyTable, logprob_statistics
 from tests.kernels.checks import main
 
 # rounding of the inputs' own dtype; a wrong formula is off by orders of magnitude
@@ -41,3 +42,14 @@ def test_statistics_survive_extreme_logits():
     top, total, weighted, chosen = logprob_statistics(logits, torch.tensor([0, 2]), 3, 1.0).unbind(1)
     assert top.tolist() == [1e4, -1e4] and total.tolist() == [1.0, 3.0]
     assert weighted.tolist() == [0.0, 0.0] and chosen.tolist() == [1e4, -1e4]
+
+
+def test_copies_that_do_not_fit_are_named():
+    cpu, box = torch.device("cpu"), torch.zeros(4, 6)
+    for pair, words in (
+        ((box, torch.zeros(6, 4)), "same dtype and the same shape"),
+        ((box, box.bfloat16()), "same dtype and the same shape"),
+        ((box, torch.zeros(6, 4).t()), "expected contiguous rows"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            CopyTable([pair], cpu)

@@ -191,11 +191,12 @@ def _peers(rank: int, group: Any) -> dict[str, Any]:
         src[name].data = torch.full_like(src[name], 5.0)
     resharder.run()
     moved = everyone(float(dst[name][:, :4].mean()))
-    good = transport._early
-    if rank == 2:
-        transport._early = [*good, (torch.zeros(2), torch.zeros(3))]
+    table = transport._early
+    targets, sources = table._targets, table._sources
+    if rank == 2:  # a copy that cannot be carried out
+        table._targets, table._sources = [*targets, torch.zeros(2)], [*sources, torch.zeros(3)]
     died = error(resharder.run)
-    transport._early = good
+    table._targets, table._sources = targets, sources
     recovered = error(resharder.run)
 
     original = peer_module.attach
@@ -213,8 +214,42 @@ def _peers(rank: int, group: Any) -> dict[str, Any]:
         tensor.zero_()
     report = Resharder(plan, rank, group, src, dst, "cpu", fallback).run()
     right = everyone(all(bool(t.any()) for t in dst.values()) and float(dst[name][:, :4].mean()) == 5.0)
-    return dict(moved=moved, died=died, recovered=recovered, required=required, right=right, lines=everyone(lines.found),
-                names=everyone(report.transport), staging=everyone(report.staging_bytes))  # fmt: skip
+    return dict(
+        moved=moved, died=died, recovered=recovered, required=required, right=right, lines=everyone(lines.found),
+        names=everyone(report.transport), staging=everyone(report.staging_bytes), full=_full(rank, group),
+    )  # fmt: skip
+
+
+def _full(rank: int, group: Any) -> dict[str, Any]:
+    """Rank 2 may share the probe, but has no room for its weights: only what it would have given travels in messages."""
+    _, plan, src, dst = _two(rank)
+    values = {name: torch.full_like(tensor, 3.0 + rank % 2) for name, tensor in src.items()}
+    cpu, original = torch.device("cpu"), peer_module.export
+    transports = [PeerTransport(group, cpu, rank), PeerTransport(group, cpu, rank, required=True)]
+
+    def export(storage: Any) -> Any:
+        if rank == 2 and storage.nbytes() > 64:
+            raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+        return original(storage)
+
+    peer_module.export = export
+    try:
+        with _Lines() as lines:
+            report = Resharder(plan, rank, group, values, dst, "cpu", transports[0]).run()
+        try:
+            Resharder(plan, rank, group, values, dst, "cpu", transports[1])
+            refused = "no error"
+        except ReshardError as error:
+            refused = str(error)
+    finally:
+        peer_module.export = original
+    weight = dst["decoder.layers.0.mlp.linear_fc2.weight"]  # its columns come from TP ranks 0 and 1
+    right = bool((weight[:, :4] == 3).all() and (weight[:, 4:] == 4).all())
+    mine = [right, lines.found, report.transport, report.staging_bytes, refused, sorted(transports[0]._maps[rank])]
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, mine, group=group)
+    keys = ("right", "lines", "name", "staging", "refused", "maps")
+    return {key: [m[i] for m in everyone] for i, key in enumerate(keys)}
 
 
 class _Lines(logging.Handler):

@@ -1,7 +1,13 @@
 """Four real ranks over gloo, one launch."""
 
-import pytest
+from inspect import signature
 
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from rl3d.reshard.transports.memory import for_process
+from rl3d.reshard.transports.peer import _remedy
 from tests.ranks import run_ranks
 from tests.reshard.rank_checks import HOSTS, STAGING
 
@@ -42,9 +48,37 @@ def test_ranks_that_cannot_map_memory_exchange_messages_and_say_so_once(result):
     assert found["right"] == [True] * 4
     assert found["names"] == ["peer+collective"] * 4 and max(found["staging"]) > 0
     assert [len(lines) for lines in found["lines"]] == [1, 0, 0, 0]
-    assert "rank 1 cannot map memory of rank 0: not permitted here (3 pairs" in found["lines"][0][0]
+    assert "rank 1 cannot map memory of rank 0: not permitted here (3 such failures" in found["lines"][0][0]
     assert "one container" in found["lines"][0][0]
     assert all("rank 1 cannot map memory" in line for line in found["required"])
+
+
+def test_one_rank_without_room_to_share_sends_messages_and_the_others_are_read(result):
+    found = result["peers"]["full"]
+    assert found["right"] == [True] * 4 and found["name"] == ["peer+collective"] * 4
+    assert found["maps"] == [[0, 1, 3], [0, 1, 3], [0, 1, 2, 3], [0, 1, 3]], "nobody reads rank 2"
+    assert max(found["staging"]) > 0 == min(found["staging"])
+    (line,), *others = found["lines"]
+    assert others == [[]] * 3 and line.startswith("rank 2 cannot share its weights: unable to allocate shared memory")
+    assert "make /dev/shm larger" in line and "--shm-size" in line and line.endswith("exchange messages instead")
+    assert all("make /dev/shm larger" in text for text in found["refused"])
+
+
+def test_gpus_are_found_by_uuid_whatever_their_number_here():
+    names = list(signature(reductions.rebuild_cuda_tensor).parameters)
+    arguments = tuple(names)
+    moved = for_process(arguments, "GPU-b", ["GPU-a", "GPU-b"])
+    assert dict(zip(names, moved)) == dict(zip(names, names)) | {"storage_device": 1}
+    with pytest.raises(OSError, match="sees 1 GPU.*on another one"):
+        for_process(arguments, "GPU-b", ["GPU-a"])
+
+
+def test_the_remedy_fits_the_failure():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    hidden = "rank 1 cannot map memory of rank 0: this process sees 1 GPU(s), and that memory is on another one"
+    assert "CUDA_VISIBLE_DEVICES" in _remedy([hidden], cuda) and "--gpus-per-task" in _remedy([hidden], cuda)
+    assert "--ipc=host" in _remedy(["rank 1 cannot map memory of rank 0: invalid argument"], cuda)
+    assert "one user in one container" in _remedy(["Permission denied"], cpu)
 
 
 def test_a_mistake_on_one_rank_is_an_error_on_all(result):

@@ -20,10 +20,12 @@ def run_inprocess(programs: Sequence[Program], device: torch.device | None = Non
         current = {rank: b for rank, p in by_rank.items() for b in p.buckets if b.index == index}
         for rank, bucket in current.items():
             for message in bucket.sends:
-                message.pack(out[rank])
+                for box, slot in message.slots(out[rank]):
+                    slot.copy_(box)
         for rank, bucket in current.items():
             for message in bucket.receives:
                 sent = next(m for m in current[message.peer].sends if m.peer == rank)
                 message.buffer(into[rank]).copy_(sent.buffer(out[message.peer]))
-                message.unpack(into[rank])
+                for box, slot in message.slots(into[rank]):
+                    box.copy_(slot)
     return max((max(p.send_staging, p.receive_staging) for p in programs), default=0)

@@ -1,8 +1,9 @@
 """Memory that another process of the same host can map: POSIX shared memory on the CPU, CUDA IPC on a GPU."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 
 @dataclass(frozen=True)
 class Export:
-    """What a peer needs to map a storage; can be pickled. ``rebuild(*arguments)`` makes the tensor on a GPU."""
+    """What a peer needs to map a storage; can be pickled. ``rebuild(*arguments)`` makes the tensor on ``gpu``."""
 
     nbytes: int
     process: int
     descriptor: int = -1
     rebuild: Callable[..., torch.Tensor] | None = None
     arguments: tuple[Any, ...] = ()
+    gpu: str = ""
 
 
 def host_name() -> str:
@@ -42,7 +44,8 @@ def export(storage: torch.UntypedStorage) -> Export:
 
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     rebuild, arguments = reduce_tensor(whole)
-    return Export(storage.nbytes(), os.getpid(), rebuild=rebuild, arguments=arguments)
+    gpu = _uuids()[storage.device.index]
+    return Export(storage.nbytes(), os.getpid(), rebuild=rebuild, arguments=arguments, gpu=gpu)
 
 
 def attach(exported: Export) -> torch.Tensor:
@@ -51,7 +54,7 @@ def attach(exported: Export) -> torch.Tensor:
     Raises OSError or RuntimeError when this process may not map it.
     """
     if exported.rebuild is not None:
-        return exported.rebuild(*exported.arguments)
+        return exported.rebuild(*for_process(exported.arguments, exported.gpu, _uuids()))
     descriptor = os.open(f"/proc/{exported.process}/fd/{exported.descriptor}", os.O_RDWR)
     try:
         make = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]
@@ -59,3 +62,28 @@ def attach(exported: Export) -> torch.Tensor:
     finally:
         os.close(descriptor)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def for_process(arguments: tuple[Any, ...], gpu: str, visible: Sequence[str]) -> tuple[Any, ...]:
+    """Arguments of torch's ``rebuild_cuda_tensor`` with the number that the GPU has in this process.
+
+    A process numbers the GPUs that it sees, and ``CUDA_VISIBLE_DEVICES`` or a scheduler may show each rank others.
+
+    Args:
+        gpu: UUID of the GPU that has the memory.
+        visible: UUIDs of the GPUs that this process sees, by number.
+
+    Raises:
+        OSError: this process does not see that GPU.
+    """
+    if gpu not in visible:
+        raise OSError(f"this process sees {len(visible)} GPU(s), and that memory is on another one")
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    at = list(signature(rebuild_cuda_tensor).parameters).index("storage_device")
+    return (*arguments[:at], visible.index(gpu), *arguments[at + 1 :])
+
+
+def _uuids() -> list[str]:
+    """UUIDs of the GPUs that this process sees."""
+    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]

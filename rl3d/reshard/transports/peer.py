@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rl3d.kernels import CopyTable
 from rl3d.reshard.plan import ReshardError
 from rl3d.reshard.program import Bucket, Message, Program, Pull, strided
 from rl3d.reshard.spans import Timeline
@@ -23,8 +24,9 @@ class PeerTransport:
     """Pulls boxes out of the memory of the ranks of this host; messages carry the rest.
 
     Each rank maps the tensors that it reads once, when a program is bound (CUDA IPC on a GPU, shared memory on the CPU:
-    there the source tensors move into it once). A move waits for all ranks twice: sources are final before the first
-    copy, and may change after the last. Which ranks can map each other is tried out when the transport is made.
+    there the source tensors move into it once), and copies all of them by one table. A move waits for all ranks twice:
+    sources are final before the first copy, and may change after the last. Which ranks can map each other is tried out,
+    for each pair, when the transport is made, and again for the very memory when it is mapped.
 
     Args:
         group: a group of all ranks of the plan; ``None`` is the default group.
@@ -47,28 +49,21 @@ class PeerTransport:
         nodes: Sequence[int] | None = None,
         required: bool = False,
     ) -> None:
-        self.group, self.device, self.rank = group, device, rank
-        self.staging_bytes = 0
+        self.group, self.device, self.rank, self.required = group, device, rank, required
+        self.name, self.staging_bytes = "peer", 0
         self._control = control_device(group, device)
-        self._maps, problem = self._probe(None if nodes is None else nodes[rank])
-        if problem and required:
-            raise ReshardError(problem)
-        if problem and rank == min(self._maps):
-            _log.warning("%s; these ranks exchange messages instead", problem)
         self._messages: CollectiveTransport | None = None
-        if any(peer not in reached for reached in self._maps.values() for peer in self._maps):
-            self._messages = CollectiveTransport(group, device)
-        self.name = "peer" if self._messages is None else "peer+collective"
+        self._maps, failures = self._probe(None if nodes is None else nodes[rank])
+        self._fall_back(failures)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._early: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._early = self._late = CopyTable([], device)
         self._rest: Program | None = None
         self._relays = False
 
     # ---- who can read whom
 
-    def _probe(self, node: int | None) -> tuple[dict[int, set[int]], str]:
-        """Rank -> ranks whose memory it can map (itself among them), and what is wrong inside a host, if anything."""
+    def _probe(self, node: int | None) -> tuple[dict[int, set[int]], list[str]]:
+        """Rank -> ranks whose memory it can map (itself among them), and what is wrong inside hosts, in words."""
         sample = torch.full((_PROBE,), self.rank % 251, dtype=torch.uint8, device=self.device)
         self._synchronize()
         offer: Export | str
@@ -88,37 +83,61 @@ class PeerTransport:
                 reached.add(peer)
         answers = self._gather((reached, failures))  # no sample goes away before all have read it
         lines = [line for _, failed in answers.values() for line in failed]
-        problem = ""
-        if lines:
-            remedy = ("run the ranks in one container with --ipc=host and show each of them all GPUs of the host"
-                      if self.device.type == "cuda" else "run the ranks as one user in one container")  # fmt: skip
-            problem = f"{lines[0]} ({len(lines)} pairs of ranks in all). To read memory directly, {remedy}"
-        return {peer: reached for peer, (reached, _) in answers.items()}, problem
+        return {peer: reached for peer, (reached, _) in answers.items()}, lines
+
+    def _fall_back(self, failures: list[str]) -> None:
+        """Messages for the pairs that cannot map each other; the same on all ranks, which know the same failures."""
+        if failures:
+            more = f" ({len(failures)} such failures in all)" if len(failures) > 1 else ""
+            line = f"{failures[0]}{more}. To read memory directly, {_remedy(failures, self.device)}"
+            if self.required:
+                raise ReshardError(line)
+            if self.rank == min(self._maps):
+                _log.warning("%s; these ranks exchange messages instead", line)
+        if self._messages is None and any(self._maps.keys() - reached for reached in self._maps.values()):
+            self._messages = CollectiveTransport(self.group, self.device)
+            self.name = "peer+collective"
 
     # ---- the protocol
 
     def prepare(self, program: Program) -> None:
         """Offer what peers read, map what this rank reads. Collective.
 
-        Raises :class:`ReshardError` on every rank when memory cannot be shared or mapped.
+        Memory that cannot be shared or mapped after all travels in messages from here on; with ``required`` it is a
+        :class:`ReshardError` on every rank.
         """
-        self._early, self._late, self._relays = [], [], program.relays
         problem, offers = "", {}
-        mapped: dict[int, torch.Tensor] = {}
         try:
             offers = _offers(program)
         except (RuntimeError, OSError) as error:
-            problem = f"rank {self.rank} cannot share its weights: {_first_line(error)}; is there room in /dev/shm?"
+            problem = f"rank {self.rank} cannot share its weights: {_first_line(error)}"
         everyone = self._gather((problem, offers))
-        self._raise([problem for problem, _ in everyone.values() if problem])
-        try:
-            for pull in program.pulls:
-                if pull.peer in self._maps[self.rank]:
-                    copies = self._late if pull.relay else self._early
-                    copies.append((pull.target, _source(pull, everyone[pull.peer][1], mapped)))
-        except (RuntimeError, OSError) as error:
-            problem = f"rank {self.rank} cannot map memory of a peer: {_first_line(error)}"
-        self._raise([problem for problem in self._gather(problem).values() if problem])
+        failures = [problem for problem, _ in everyone.values() if problem]
+        for peer in (peer for peer, (problem, _) in everyone.items() if problem):
+            for reader, reached in self._maps.items():
+                if reader != peer:
+                    reached.discard(peer)
+        mapped: dict[int, torch.Tensor] = {}
+        broken: dict[int, str] = {}
+        early: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        late: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        for pull in program.pulls:
+            if pull.peer in self._maps[self.rank] and pull.peer not in broken:
+                try:
+                    source = _source(pull, everyone[pull.peer][1], mapped)
+                except (RuntimeError, OSError) as error:
+                    broken[pull.peer] = f"rank {self.rank} cannot map memory of rank {pull.peer}: {_first_line(error)}"
+                    continue
+                (late if pull.relay else early).append((pull.peer, pull.target, source))
+        for reader, found in self._gather(broken).items():
+            failures += found.values()
+            self._maps[reader] -= found.keys()
+        self._fall_back(failures)
+        self._early, self._late = (
+            CopyTable([(target, source) for peer, target, source in copies if peer not in broken], self.device)
+            for copies in (early, late)
+        )
+        self._relays = program.relays
         self._rest = self._without_pulls(program)
         if self._rest is not None and self._messages is not None:
             self._messages.prepare(self._rest)
@@ -135,18 +154,16 @@ class PeerTransport:
         self._agree(problem, timeline)
 
     @torch.no_grad()
-    def _copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]], timeline: Timeline) -> str:
+    def _copy(self, copies: CopyTable, timeline: Timeline) -> str:
         """Carry out copies and wait for them; what went wrong, in words."""
         try:
             if self._stream is None:
                 with timeline.span("copy"):
-                    for target, source in copies:
-                        target.copy_(source)
+                    copies.run()
                 return ""
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream), timeline.span("copy"):
-                for target, source in copies:
-                    target.copy_(source, non_blocking=True)
+                copies.run()
             self._stream.synchronize()
         except RuntimeError as error:
             return f"rank {self.rank}: {_first_line(error)}"
@@ -233,6 +250,19 @@ def _try(exported: Export, expected: int) -> str:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _remedy(failures: Sequence[str], device: torch.device) -> str:
+    """What to change so that memory can be mapped."""
+    if any("No space left" in line or "unable to allocate shared memory" in line for line in failures):
+        return "make /dev/shm larger than the training weights (docker run --shm-size=64g, or --ipc=host)"
+    if device.type != "cuda":
+        return "run the ranks as one user in one container, or in containers with --pid=host"
+    if any("on another one" in line for line in failures):
+        return ("show each rank all GPUs of its host: no CUDA_VISIBLE_DEVICES and no --gpus-per-task, which hide them "
+                "(srun --gpus-per-node=N shows all)")  # fmt: skip
+    return ("run the ranks in one container, or in containers with --ipc=host and --pid=host; under MPS, all of them as "
+            "clients of one server, and not in MIG slices")  # fmt: skip
 
 
 def _end(groups: Iterable[list[Message]]) -> int:
