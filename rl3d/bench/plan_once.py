@@ -11,12 +11,12 @@ def main(model: str, train: str, gen: str, gpus: int, per_node: int) -> None:
     from rl3d.estimate.moves import plan_move
     from rl3d.estimate.topology import DEFAULT, Topology
     from rl3d.layout import GenLayout, TrainLayout
-    from rl3d.models.mixture import planned_architecture
+    from rl3d.models import Architecture
     from rl3d.models.shapes import find_model
 
     topology = Topology.read(DEFAULT).with_gpus_per_node(per_node)
     start = time.process_time()
-    arch = planned_architecture(find_model(model)[1])
+    arch = Architecture.from_hf(find_model(model)[1], convert_only=True)
     move = plan_move(arch, TrainLayout.parse(train), GenLayout.parse(gen), gpus, topology)
     rows = len(move.plan.rows)  # the rows of every rank exist from here on
     seconds = time.process_time() - start

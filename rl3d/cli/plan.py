@@ -32,7 +32,6 @@ def run(args: argparse.Namespace) -> int:
     from rl3d.estimate.topology import Topology
     from rl3d.layout import GenLayout, TrainLayout
     from rl3d.models import Architecture
-    from rl3d.models.mixture import planned_architecture
     from rl3d.models.shapes import find_model
 
     train = TrainLayout.parse(args.train) if args.train else None
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if train is None or gen is None:
         arch = Architecture.from_hf(config)  # what is trained: mixtures are refused by name
         return _best(args, name, arch, topology, gpus, train, gen)
-    arch = planned_architecture(config)
+    arch = Architecture.from_hf(config, convert_only=True)
     move = plan_move(arch, train, gen, gpus, topology, dtype=args.dtype, staging_bytes=args.staging_mib << 20)
     if args.json:
         print(json.dumps({"model": name, **move.to_json()}))

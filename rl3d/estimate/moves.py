@@ -16,8 +16,7 @@ from rl3d.layout import (
     stage_layers,
     tp_sizes,
 )
-from rl3d.models import Architecture
-from rl3d.models.mixture import Mixture, planned_specs
+from rl3d.models import Architecture, parameter_specs
 from rl3d.reshard.mapping import MeshChoice, mesh_choices
 from rl3d.reshard.plan import Plan
 from rl3d.reshard.planner import build_plan
@@ -98,12 +97,11 @@ def plan_move(
     gen.replicas(world_size)
     check_layouts(arch, train, gen)
     start = time.perf_counter()
-    specs = planned_specs(arch, arch.padded_vocab(train.tp, gen.tp), dtype)
+    specs = parameter_specs(arch, arch.padded_vocab(train.tp, gen.tp), dtype)
     choice = min(mesh_choices(specs, train, gen, world_size, topology.gpus_per_node))
     mesh = Mesh.of(train, world_size, choice.order)
-    experts = arch.num_experts if isinstance(arch, Mixture) else 0
-    source = ShardLayout.training(mesh, arch.num_layers, zero=train.zero, vpp=train.vpp, experts=experts)
-    target = ShardLayout.replicas(gen.tp, choice.gen_groups(gen.tp, world_size), arch.num_layers, experts=experts)
+    source = ShardLayout.training(mesh, arch.num_layers, zero=train.zero, vpp=train.vpp, experts=arch.num_experts)
+    target = ShardLayout.replicas(gen.tp, choice.gen_groups(gen.tp, world_size), arch.num_layers, experts=arch.num_experts)
     plan = build_plan(specs, source, target, staging_bytes=staging_bytes, nodes=nodes)
     seconds = time.perf_counter() - start
     return Move(train, gen, choice, source, target, plan, predict_move(plan, topology), seconds)

@@ -1,133 +1,69 @@
-"""Families as data: how Megatron parameters and Hugging Face tensors correspond, row by row.
+"""Families as data: how Megatron parameters and Hugging Face tensors correspond. The only mapping; everything uses it."""
 
-A rule says which Hugging Face tensors make up one Megatron (canonical) parameter, in which order of rows, and how tensor
-parallelism cuts it. Every correspondence here is a list of row segments, so that any rank can read exactly the slice
-it needs, and the export is the same list read backwards.
-"""
-
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
-from rl3d.layout.spec import ParamSpec
 from rl3d.models.architecture import Architecture
-from rl3d.models.errors import UnsupportedModelError
-
-
-class Segment(NamedTuple):
-    """``length`` rows of ``hf_name`` from ``hf_start`` are rows ``start ...`` of the canonical parameter."""
-
-    hf_name: str
-    hf_start: int
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One canonical parameter (``{i}`` = global layer) and where its rows are in the Hugging Face checkpoint.
-
-    ``dim``/``blocks`` are :class:`ParamSpec`'s; ``segments`` gets the architecture and the layer's HF prefix; the rule
-    exists for architectures that satisfy ``condition``.
-    """
-
-    name: str
-    shape: Callable[[Architecture], tuple[int, ...]]
-    segments: Callable[[Architecture, str], list[Segment]]
-    dim: int | None = None
-    blocks: Callable[[Architecture], tuple[int, ...]] | None = None
-    place: str = "layer"
-    vocabulary: bool = False
-    condition: Callable[[Architecture], bool] = lambda a: True
-
-
-def _whole(hf_name: str, rows: Callable[[Architecture], int]) -> Callable[[Architecture, str], list[Segment]]:
-    return lambda a, prefix: [Segment(prefix + hf_name, 0, 0, rows(a))]
-
-
-def _qkv_rows(a: Architecture) -> Iterator[tuple[str, int, int, int]]:
-    """(projection, row of it, row of the fused parameter, rows) of every run.
-
-    Megatron interleaves by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...].
-    """
-    d, per_group = a.head_dim, a.num_heads // a.num_kv_heads
-    row = 0
-    for g in range(a.num_kv_heads):
-        for proj, start, rows in (("q", g * per_group * d, per_group * d), ("k", g * d, d), ("v", g * d, d)):
-            yield proj, start, row, rows
-            row += rows
-
-
-def _grouped_qkv(a: Architecture, prefix: str, kind: str = "weight") -> list[Segment]:
-    return [Segment(f"{prefix}self_attn.{proj}_proj.{kind}", *rows) for proj, *rows in _qkv_rows(a)]
-
-
-def _packed_qkv(a: Architecture, prefix: str) -> list[Segment]:
-    """phi-3 keeps one tensor of rows [all q; all k; all v]."""
-    name = f"{prefix}self_attn.qkv_proj.weight"
-    first = {"q": 0, "k": a.num_heads * a.head_dim, "v": (a.num_heads + a.num_kv_heads) * a.head_dim}
-    return [Segment(name, first[proj] + start, row, rows) for proj, start, row, rows in _qkv_rows(a)]
-
-
-def _gate_up(a: Architecture, prefix: str) -> list[Segment]:
-    return [
-        Segment(prefix + "mlp.gate_proj.weight", 0, 0, a.ffn_size),
-        Segment(prefix + "mlp.up_proj.weight", 0, a.ffn_size, a.ffn_size),
-    ]
-
-
-def _packed_gate_up(a: Architecture, prefix: str) -> list[Segment]:
-    return [Segment(prefix + "mlp.gate_up_proj.weight", 0, 0, 2 * a.ffn_size)]
-
+from rl3d.models.parts import Experts, Latent
+from rl3d.models.rules import Rows, Rule, Segment, gate_up, grouped_qkv, packed_qkv, whole
 
 _LAYER = "decoder.layers.{i}."
 _ATTENTION, _MLP = _LAYER + "self_attention.", _LAYER + "mlp."
+_EXPERT = _MLP + "experts.local_experts.{e}."
 
 
-def _norm(name: str, hf_name: str, size: Callable[[Architecture], int] = lambda a: a.hidden_size) -> Rule:
-    return Rule(_LAYER + name, lambda a: (size(a),), _whole(hf_name, size))
+def _experts(a: Architecture) -> Experts:
+    assert a.experts is not None, a.family
+    return a.experts
+
+
+def _latent(a: Architecture) -> Latent:
+    assert a.latent is not None, a.family
+    return a.latent
+
+
+def _norm(name: str, hf_name: str, size: Rows = lambda a: a.hidden_size) -> Rule:
+    return Rule(_LAYER + name, lambda a: (size(a),), whole(hf_name, size))
+
+
+def _gated(head: str, hf_head: str, size: Rows, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+           mlp: str = "", expert: str = "") -> tuple[Rule, Rule]:  # fmt: skip
+    """The two projections of a gated MLP; ``names`` are Hugging Face's for gate, up and down."""
+    gate, up, down = (f"{hf_head}{name}.weight" for name in names)
+    fc1 = Rule(head + "linear_fc1.weight", lambda a: (2 * size(a), a.hidden_size), gate_up(gate, up, size), dim=0,
+               blocks=lambda a: (size(a), size(a)), mlp=mlp, expert=expert)  # fmt: skip
+    fc2 = Rule(head + "linear_fc2.weight", lambda a: (a.hidden_size, size(a)), whole(down, lambda a: a.hidden_size), dim=1,
+               mlp=mlp, expert=expert)  # fmt: skip
+    return fc1, fc2
 
 
 _EMBEDDING = Rule(
     "embedding.word_embeddings.weight",
     lambda a: (a.vocab_size, a.hidden_size),
-    _whole("model.embed_tokens.weight", lambda a: a.vocab_size),
+    whole("model.embed_tokens.weight", lambda a: a.vocab_size),
     dim=0,
     place="pre",
     vocabulary=True,
 )
-_QKV = Rule(_ATTENTION + "linear_qkv.weight", lambda a: (a.qkv_rows, a.hidden_size), _grouped_qkv, dim=0)
-_QKV_BIAS = Rule(_ATTENTION + "linear_qkv.bias", lambda a: (a.qkv_rows,), partial(_grouped_qkv, kind="bias"), dim=0)
+_QKV = Rule(_ATTENTION + "linear_qkv.weight", lambda a: (a.qkv_rows, a.hidden_size), grouped_qkv, dim=0)
+_QKV_BIAS = Rule(_ATTENTION + "linear_qkv.bias", lambda a: (a.qkv_rows,), partial(grouped_qkv, kind="bias"), dim=0)
 _PROJ = Rule(
     _ATTENTION + "linear_proj.weight",
     lambda a: (a.hidden_size, a.num_heads * a.head_dim),
-    _whole("self_attn.o_proj.weight", lambda a: a.hidden_size),
+    whole("self_attn.o_proj.weight", lambda a: a.hidden_size),
     dim=1,
 )
-_FC1 = Rule(
-    _MLP + "linear_fc1.weight",
-    lambda a: (2 * a.ffn_size, a.hidden_size),
-    _gate_up,
-    dim=0,
-    blocks=lambda a: (a.ffn_size, a.ffn_size),
-)
-_FC2 = Rule(
-    _MLP + "linear_fc2.weight",
-    lambda a: (a.hidden_size, a.ffn_size),
-    _whole("mlp.down_proj.weight", lambda a: a.hidden_size),
-    dim=1,
-)
+_MLPS = _FC1, _FC2 = _gated(_MLP, "mlp.", lambda a: a.ffn_size)
 _FINAL = Rule(
     "decoder.final_layernorm.weight",
     lambda a: (a.hidden_size,),
-    _whole("model.norm.weight", lambda a: a.hidden_size),
+    whole("model.norm.weight", lambda a: a.hidden_size),
     place="post",
 )
 _HEAD = Rule(
     "output_layer.weight",
     lambda a: (a.vocab_size, a.hidden_size),
-    _whole("lm_head.weight", lambda a: a.vocab_size),
+    whole("lm_head.weight", lambda a: a.vocab_size),
     dim=0,
     place="post",
     vocabulary=True,
@@ -141,6 +77,12 @@ _NORMS_AFTER = (
     _norm("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight"),
     _norm("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight"),
 )
+# gemma 2 and 3 have four; their values are offsets from one on both sides (layernorm_zero_centered_gamma)
+_NORMS_AROUND = (
+    _norm("input_layernorm.weight", "input_layernorm.weight"),
+    _norm("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight"),
+    *_NORMS_AFTER,
+)
 # one weight of head_dim for every head, or one for every row of the projection
 _HEAD_NORMS = tuple(
     _norm(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", lambda a: a.head_dim) for x in "qk"
@@ -150,116 +92,119 @@ _PROJECTION_NORMS = (
     _norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", lambda a: a.num_kv_heads * a.head_dim),
 )
 
+# Latent attention. megatron-core keeps the small projections whole on every rank with Transformer Engine; its local
+# modules cut their rows and gather afterwards. On disk both are the same.
+_QUERY_LATENT, _QUERY_WHOLE = (lambda a: _latent(a).q_rank is not None), (lambda a: _latent(a).q_rank is None)
+
+
+def _query_rows(a: Architecture) -> int:
+    return a.num_heads * (_latent(a).nope_dim + _latent(a).rope_dim)
+
+
+def _q_rank(a: Architecture) -> int:
+    return _latent(a).q_rank or 0
+
+
+def _kv_down_rows(a: Architecture) -> int:
+    return _latent(a).kv_rank + _latent(a).rope_dim
+
+
+def _kv_up_rows(a: Architecture) -> int:
+    return a.num_heads * (_latent(a).nope_dim + _latent(a).value_dim)
+
+
+_LATENT_ATTENTION = (
+    Rule(_ATTENTION + "linear_q_proj.weight", lambda a: (_query_rows(a), a.hidden_size),
+         whole("self_attn.q_proj.weight", _query_rows), dim=0, condition=_QUERY_WHOLE),
+    Rule(_ATTENTION + "linear_q_down_proj.weight", lambda a: (_q_rank(a), a.hidden_size),
+         whole("self_attn.q_a_proj.weight", _q_rank), condition=_QUERY_LATENT),
+    replace(_norm("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", _q_rank),
+            condition=_QUERY_LATENT),
+    Rule(_ATTENTION + "linear_q_up_proj.weight", lambda a: (_query_rows(a), _q_rank(a)),
+         whole("self_attn.q_b_proj.weight", _query_rows), dim=0, condition=_QUERY_LATENT),
+    Rule(_ATTENTION + "linear_kv_down_proj.weight", lambda a: (_kv_down_rows(a), a.hidden_size),
+         whole("self_attn.kv_a_proj_with_mqa.weight", _kv_down_rows)),
+    _norm("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", lambda a: _latent(a).kv_rank),
+    Rule(_ATTENTION + "linear_kv_up_proj.weight", lambda a: (_kv_up_rows(a), _latent(a).kv_rank),
+         whole("self_attn.kv_b_proj.weight", _kv_up_rows), dim=0),
+    Rule(_ATTENTION + "linear_proj.weight", lambda a: (a.hidden_size, a.num_heads * _latent(a).value_dim),
+         whole("self_attn.o_proj.weight", lambda a: a.hidden_size), dim=1),
+)  # fmt: skip
+
+
+# Mixtures of experts: a router that every rank holds, experts that expert parallelism places, one shared expert.
+def _router(hf_name: str, keeps_dtype: bool = False) -> Rule:
+    return Rule(
+        _MLP + "router.weight",
+        lambda a: (_experts(a).count, a.hidden_size),
+        whole(hf_name, lambda a: _experts(a).count),
+        mlp="sparse",
+        keeps_dtype=keeps_dtype,
+    )
+
+
+def _expert_ffn(a: Architecture) -> int:
+    return _experts(a).ffn_size
+
+
+def _shared_ffn(a: Architecture) -> int:
+    return _experts(a).shared_ffn
+
+
+_DENSE = tuple(replace(rule, mlp="dense") for rule in _MLPS)
+_MIXTRAL_EXPERTS = _gated(_EXPERT, "", _expert_ffn, ("w1", "w3", "w2"), "sparse", "block_sparse_moe.experts.{e}.")
+_QWEN_EXPERTS = _gated(_EXPERT, "", _expert_ffn, mlp="sparse", expert="mlp.experts.{e}.")
+_SHARED_GATE = Rule(
+    _MLP + "shared_experts.gate_weight", lambda a: (1, a.hidden_size), whole("mlp.shared_expert_gate.weight", lambda a: 1),
+    mlp="sparse",
+)  # fmt: skip
+# added to scores between 0 and 1 when experts are chosen: rounded to bf16 it would choose others (fp32 in both)
+_CORRECTION = Rule(
+    _MLP + "router.expert_bias", lambda a: (_experts(a).count,),
+    whole("mlp.gate.e_score_correction_bias", lambda a: _experts(a).count), mlp="sparse", keeps_dtype=True,
+)  # fmt: skip
+
 
 def _family(*layer: Rule) -> tuple[Rule, ...]:
     return (_EMBEDDING, *layer, _FINAL, _HEAD)
 
 
-_LLAMA = _family(*_NORMS_BEFORE, _QKV, _PROJ, _FC1, _FC2)
+_LLAMA = _family(*_NORMS_BEFORE, _QKV, _PROJ, *_MLPS)
 FAMILIES: dict[str, tuple[Rule, ...]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
-    "qwen2": _family(*_NORMS_BEFORE, _QKV, _QKV_BIAS, _PROJ, _FC1, _FC2),
-    "qwen3": _family(*_NORMS_BEFORE, _QKV, *_HEAD_NORMS, _PROJ, _FC1, _FC2),
+    "qwen2": _family(*_NORMS_BEFORE, _QKV, _QKV_BIAS, _PROJ, *_MLPS),
+    "qwen3": _family(*_NORMS_BEFORE, _QKV, *_HEAD_NORMS, _PROJ, *_MLPS),
     "phi3": _family(
-        *_NORMS_BEFORE, replace(_QKV, segments=_packed_qkv), _PROJ, replace(_FC1, segments=_packed_gate_up), _FC2
+        *_NORMS_BEFORE,
+        replace(_QKV, segments=packed_qkv),
+        _PROJ,
+        replace(_FC1, segments=whole("mlp.gate_up_proj.weight", lambda a: 2 * a.ffn_size)),
+        _FC2,
     ),
-    "olmo2": _family(_QKV, *_PROJECTION_NORMS, _PROJ, _FC1, _FC2, *_NORMS_AFTER),
+    "olmo2": _family(_QKV, *_PROJECTION_NORMS, _PROJ, *_MLPS, *_NORMS_AFTER),
+    "mixtral": _family(*_NORMS_BEFORE, _QKV, _PROJ, _router("block_sparse_moe.gate.weight"), *_MIXTRAL_EXPERTS),
+    "qwen2_moe": _family(
+        *_NORMS_BEFORE, _QKV, _QKV_BIAS, _PROJ, *_DENSE, _router("mlp.gate.weight"), *_QWEN_EXPERTS, _SHARED_GATE,
+        *_gated(_MLP + "shared_experts.", "mlp.shared_expert.", _shared_ffn, mlp="sparse"),
+    ),
+    "qwen3_moe": _family(
+        *_NORMS_BEFORE, _QKV, *_HEAD_NORMS, _PROJ, *_DENSE, _router("mlp.gate.weight"), *_QWEN_EXPERTS
+    ),
+    "gemma": _LLAMA,
+    "gemma2": _family(*_NORMS_AROUND, _QKV, _PROJ, *_MLPS),
+    "gemma3_text": _family(*_NORMS_AROUND, _QKV, *_HEAD_NORMS, _PROJ, *_MLPS),
+    "deepseek_v3": _family(
+        *_NORMS_BEFORE, *_LATENT_ATTENTION, *_DENSE,
+        _router("mlp.gate.weight", keeps_dtype=True),  # transformers keeps it in fp32, the hub in bf16
+        _CORRECTION, *_QWEN_EXPERTS, *_gated(_MLP + "shared_experts.", "mlp.shared_experts.", _shared_ffn, mlp="sparse"),
+    ),
 }  # fmt: skip
 
 # one number for each token, in transformers' ...ForSequenceClassification and ...ForTokenClassification (with a bias);
 # small and replicated over tensor parallelism, whatever the family
-_VALUE_HEAD = (
+VALUE_HEAD = (
     Rule("value_head.weight", lambda a: (1, a.hidden_size), lambda a, _: [Segment("score.weight", 0, 0, 1)], place="post"),
     Rule("value_head.bias", lambda a: (1,), lambda a, _: [Segment("score.bias", 0, 0, 1)], place="post",
          condition=lambda a: a.value_bias),
 )  # fmt: skip
-_LM_HEAD = "output_layer.weight"
-
-
-@dataclass(frozen=True)
-class MappedParameter:
-    """A parameter's specification together with the Hugging Face rows it is made of."""
-
-    spec: ParamSpec
-    segments: tuple[Segment, ...]
-
-
-def mapped_parameters(arch: Architecture, padded_vocab: int, dtype: str = "float32") -> list[MappedParameter]:
-    """All parameters of a model in layer order, each with its place in the Hugging Face checkpoint.
-
-    Raises:
-        UnsupportedModelError: unknown family, or a padded vocabulary smaller than the real one.
-    """
-    if arch.family not in FAMILIES:
-        raise UnsupportedModelError(f"family {arch.family!r} has no rules; expected one of {sorted(FAMILIES)}")
-    if padded_vocab < arch.vocab_size:
-        raise UnsupportedModelError(f"padded vocabulary {padded_vocab} is smaller than the real one, {arch.vocab_size}")
-    rules = list(FAMILIES[arch.family])
-    if arch.value_head:
-        rules = [r for r in rules if r.name != _LM_HEAD] + list(_VALUE_HEAD)
-    rules = [r for r in rules if r.condition(arch)]
-    before = [r for r in rules if r.place == "pre"]
-    layer = [r for r in rules if r.place == "layer"]
-    after = [r for r in rules if r.place == "post"]
-    out = [_bind(rule, arch, None, padded_vocab, dtype) for rule in before]
-    for i in range(arch.num_layers):
-        out += [_bind(rule, arch, i, padded_vocab, dtype) for rule in layer]
-    return out + [_bind(rule, arch, None, padded_vocab, dtype) for rule in after]
-
-
-def parameter_specs(arch: Architecture, padded_vocab: int, dtype: str = "float32") -> list[ParamSpec]:
-    """Specifications of all parameters, in layer order."""
-    return [m.spec for m in mapped_parameters(arch, padded_vocab, dtype)]
-
-
-def _bind(rule: Rule, arch: Architecture, layer: int | None, padded_vocab: int, dtype: str) -> MappedParameter:
-    shape = rule.shape(arch)
-    if rule.vocabulary:
-        shape = (padded_vocab, *shape[1:])
-    tied_embedding = rule.place == "pre" and rule.vocabulary and arch.tied
-    spec = ParamSpec(
-        name=rule.name.format(i=layer),
-        shape=shape,
-        dim=rule.dim,
-        blocks=rule.blocks(arch) if rule.blocks else (),
-        layer=layer,
-        place="pre+post" if tied_embedding else rule.place,
-        dtype=dtype,
-        valid_rows=arch.vocab_size if rule.vocabulary else None,
-    )
-    prefix = "" if layer is None else f"model.layers.{layer}."
-    return MappedParameter(spec, tuple(rule.segments(arch, prefix)))
-
-
-def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the Hugging Face tensors that the rules produce, each row covered exactly once.
-
-    Raises:
-        UnsupportedModelError: the rules leave rows of either side uncovered or cover them twice.
-    """
-    rows: dict[str, list[tuple[int, int]]] = {}
-    trailing: dict[str, tuple[int, ...]] = {}
-    for mapped in mapped_parameters(arch, arch.vocab_size):
-        _require_cover(mapped.spec.name, [(s.start, s.length) for s in mapped.segments], mapped.spec.shape[0])
-        for s in mapped.segments:
-            rows.setdefault(s.hf_name, []).append((s.hf_start, s.length))
-            trailing[s.hf_name] = mapped.spec.shape[1:]
-    out = {}
-    for name, runs in rows.items():
-        total = sum(length for _, length in runs)
-        _require_cover(name, runs, total)
-        out[name] = (total, *trailing[name])
-    return out
-
-
-def _require_cover(name: str, runs: list[tuple[int, int]], rows: int) -> None:
-    position = 0
-    for start, length in sorted(runs):
-        if start != position:
-            raise UnsupportedModelError(
-                f"{name}: rows {position} to {start} are covered {'twice' if start < position else 'by nothing'}"
-            )
-        position += length
-    if position != rows:
-        raise UnsupportedModelError(f"{name}: the rules cover {position} of {rows} rows")

@@ -6,7 +6,7 @@ Nothing here is guessed: theta has no default, and a scaling or a field that the
 from collections.abc import Mapping
 from typing import Any
 
-from rl3d.models.errors import UnsupportedModelError
+from rl3d.models.errors import NotTrainedError, UnsupportedModelError
 
 # rope_type -> (fields it must have, fields it may have): those that transformers' formulas read
 _SCALINGS: dict[str, tuple[set[str], set[str]]] = {
@@ -35,12 +35,13 @@ def rope_settings(config: Mapping[str, Any], family: str, max_positions: int) ->
     ``rope_theta`` at the top and ``rope_scaling`` beside it.
 
     Raises:
-        UnsupportedModelError: no theta, kinds of layers that differ, or a scaling that is not covered.
+        UnsupportedModelError: no theta, contradictions, or a scaling that is unknown.
+        NotTrainedError: a scaling that is known and not computed, or kinds of layers that differ.
     """
     found = _one_for_all_layers(config, family)
-    partial = found.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
-    if partial not in (None, 1.0):
-        raise UnsupportedModelError(f"{family}: partial_rotary_factor = {partial} is not supported; expected 1.0")
+    partials = {found.pop("partial_rotary_factor", None), config.get("partial_rotary_factor")}
+    for partial in partials - {None, 1.0}:
+        raise NotTrainedError(f"{family}: partial_rotary_factor = {partial} is not supported; expected 1.0")
     theta = found.pop("rope_theta", None) or config.get("rope_theta")
     if theta is None:
         raise UnsupportedModelError(
@@ -53,7 +54,7 @@ def rope_settings(config: Mapping[str, Any], family: str, max_positions: int) ->
         kind = "longrope"  # as transformers reads it
     given = {k: v for k, v in found.items() if k != "type" and v is not None}
     if kind in _REFUSED:
-        raise UnsupportedModelError(f"{family}: RoPE scaling {kind!r} is not supported: {_REFUSED[kind]}")
+        raise NotTrainedError(f"{family}: RoPE scaling {kind!r} is not supported: {_REFUSED[kind]}")
     if kind not in _SCALINGS:
         raise UnsupportedModelError(
             f"{family}: RoPE scaling {kind!r} is not supported; expected one of {', '.join(_SCALINGS)}"
@@ -86,7 +87,7 @@ def _one_for_all_layers(config: Mapping[str, Any], family: str) -> dict[str, Any
     first, *rest = nested.values()
     if any(dict(other) != dict(first) for other in rest):
         shown = "; ".join(f"{key}: {dict(value)}" for key, value in sorted(nested.items()))
-        raise UnsupportedModelError(
+        raise NotTrainedError(
             f"{family}: rope_parameters differ between kinds of layers ({shown}); one rotary embedding serves all "
             f"layers here"
         )

@@ -1,17 +1,20 @@
 """What each family's configuration says: read as transformers reads it, and refused where the computation would differ."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from rl3d.config import ConfigError, RunConfig
-from rl3d.models import FAMILIES, Architecture, UnsupportedModelError, hf_shapes
+from rl3d.models import FAMILIES, Architecture, NotTrainedError, UnsupportedModelError, hf_shapes
 from rl3d.models.support import refuse_unsupported
-from tests.models.zoo import MODELS, YARN, make
+from tests.models.zoo import CONVERTED, MODELS, YARN, make, save
 
 ROPE = {"rope_type": "default", "rope_theta": 2e4}
 OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
@@ -39,7 +42,7 @@ OLMO2_7B = {
 
 
 def base(name: str) -> dict[str, Any]:
-    kind, settings = MODELS[name]
+    kind, settings = {**MODELS, **CONVERTED}[name]
     return kind(**{"rope_parameters": dict(ROPE), **settings}).to_dict()
 
 
@@ -65,14 +68,17 @@ def test_published_configurations_give_the_published_sizes(config: dict[str, Any
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fields_left_out_mean_what_transformers_takes_them_for(family: str) -> None:
-    name = next(name for name in MODELS if name.split("-")[0] in (family, f"{family}3"))
+    name = next(name for name in {**MODELS, **CONVERTED} if name.split("-")[0] in (family, f"{family}3"))
     for field in OPTIONAL:
         config = {k: v for k, v in base(name).items() if k != field}
-        if family == "mistral":
+        if family in ("mistral", "mixtral"):
             config["sliding_window"] = None
-        whole = transformers.AutoConfig.for_model(**{**config, "rope_parameters": dict(ROPE)})
-        expected = Architecture.from_hf(whole)
-        assert Architecture.from_hf({**config, "rope_parameters": ROPE}) == expected, field
+        if family == "deepseek_v3" and field == "num_key_value_heads":
+            config["num_attention_heads"] = 128  # transformers' default is a number
+        rope = base(name)["rope_parameters"] if family == "gemma3_text" else ROPE
+        whole = transformers.AutoConfig.for_model(**{**config, "rope_parameters": dict(rope)})
+        expected = Architecture.from_hf(whole, convert_only=True)
+        assert Architecture.from_hf({**config, "rope_parameters": rope}, convert_only=True) == expected, field
 
 
 @pytest.mark.parametrize(
@@ -159,3 +165,80 @@ def test_norms_round_where_transformers_rounds(kind: Any) -> None:
             norm.weight.copy_(weight)
             shaped = x.view(40, 4, 16) if isinstance(norm, ProjectionNorm) else x
             assert torch.equal(norm(shaped).view_as(x), right(x))
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_rules_cover_the_files_of_converted_families_exactly(tmp_path: Path, name: str) -> None:
+    """Compared with the files that transformers writes, which are named as the hub's, experts one by one."""
+    directory = save(tmp_path, name)
+    written = {}
+    for file in directory.glob("*.safetensors"):
+        written |= {key: tuple(value.shape) for key, value in load_file(file).items()}
+    arch = Architecture.from_hf(directory, convert_only=True)
+    assert hf_shapes(arch) == written
+    assert arch.num_parameters == sum(math.prod(shape) for shape in written.values())
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_converted_families_are_not_trained_and_say_why(name: str) -> None:
+    with pytest.raises(
+        NotTrainedError, match="not supported for training: .*not computed by rl3d's engines.*trained are llama"
+    ):
+        Architecture.from_hf(base(name))
+    assert Architecture.from_hf(base(name), convert_only=True).not_trained
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation = 'relu'"),
+        ("gemma3_text", {"rope_parameters": ROPE}, "do not say whose they are"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "names 1 layers"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = False"),
+        ("mixtral", {"expert_bias": 1.0}, "expert_bias = 1.0"),
+        ("mistral", {"new_scale": 2.0}, "new_scale = 2.0"),
+    ],
+)
+def test_a_field_that_no_rule_consumed_is_refused_in_conversions_too(
+    name: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        Architecture.from_hf({**base(name), **change}, convert_only=True)
+
+
+def test_a_rotary_embedding_that_is_not_computed_is_still_converted() -> None:
+    longrope = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+    config = {**PHI_3_MINI, "max_position_embeddings": 131072, "rope_scaling": longrope, "partial_rotary_factor": 1.0}
+    arch = Architecture.from_hf(config, convert_only=True)
+    assert "two sets of frequencies" in arch.not_trained[0]
+    assert arch != Architecture.from_hf(
+        {**config, "rope_scaling": {**longrope, "short_factor": [1.0, 3.0]}}, convert_only=True
+    )
+
+
+def test_what_gemma_and_deepseek_say_is_read() -> None:
+    """Against transformers' modules, which read the same configurations."""
+    gemma = Architecture.from_hf(base("gemma3_text"), convert_only=True)
+    model = make("gemma3_text").model
+    assert gemma.windows == tuple(layer.self_attn.sliding_window or 0 for layer in model.layers) == (16, 0, 16, 0)
+    assert gemma.attention_scale == model.layers[0].self_attn.scaling
+    assert gemma.embedding_scale == pytest.approx(float(model.embed_tokens.embed_scale))
+    assert (gemma.rope_theta, gemma.local_rope) == (3e4, (2e4, ()))
+    second = make("gemma2")
+    assert Architecture.from_hf(second.config, convert_only=True).attention_softcap == 5.0
+    old = {**base("gemma3_text"), "rope_parameters": None, "layer_types": None, "rope_local_base_freq": 5e3,
+           "rope_theta": 7e5, "sliding_window_pattern": 3}  # fmt: skip
+    arch, right = Architecture.from_hf(old, convert_only=True), transformers.Gemma3TextConfig(**old)
+    assert [kind == "sliding_attention" for kind in right.layer_types] == [w > 0 for w in arch.windows]
+    assert right.rope_parameters["full_attention"]["rope_theta"] == arch.rope_theta == 7e5
+    assert arch.local_rope is not None
+    assert right.rope_parameters["sliding_attention"]["rope_theta"] == arch.local_rope[0] == 5e3
+    deepseek = Architecture.from_hf(base("deepseek_v3"), convert_only=True)
+    assert deepseek.experts is not None
+    sparse = tuple(hasattr(layer.mlp, "experts") for layer in make("deepseek_v3").model.layers)
+    assert deepseek.experts.sparse == sparse == (False, True, True, True)

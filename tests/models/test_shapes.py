@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl3d.models import Architecture, UnsupportedModelError
-from rl3d.models.mixture import Mixture, planned_architecture, planned_specs
+from rl3d.models import Architecture, UnsupportedModelError, parameter_specs
 from rl3d.models.shapes import find_model, shape, shape_names
 
 # from the index files (total_size / 2 for 16-bit weights) and model cards of the authors
@@ -37,9 +36,9 @@ def test_counts_are_the_published_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_architecture_and_specifications_agree(name: str) -> None:
-    arch = planned_architecture(shape(name))
+    arch = Architecture.from_hf(shape(name), convert_only=True)
     assert arch.num_parameters == PUBLISHED[name]
-    specs = planned_specs(arch, arch.vocab_size)
+    specs = parameter_specs(arch, arch.vocab_size)
     assert sum(spec.numel for spec in specs) == PUBLISHED[name]
     assert len({spec.name for spec in specs}) == len(specs)
 
@@ -47,9 +46,9 @@ def test_architecture_and_specifications_agree(name: str) -> None:
 def test_a_mixture_is_planned_and_not_trained() -> None:
     with pytest.raises(UnsupportedModelError, match="model_type 'mixtral' is not supported"):
         Architecture.from_hf(shape("mixtral-8x7b"))
-    arch = planned_architecture(shape("mixtral-8x7b"))
-    assert isinstance(arch, Mixture) and (arch.num_experts, arch.active_experts) == (8, 2)
-    names = {spec.name: spec for spec in planned_specs(arch, arch.vocab_size)}
+    arch = Architecture.from_hf(shape("mixtral-8x7b"), convert_only=True)
+    assert arch.experts is not None and (arch.num_experts, arch.experts.active) == (8, 2)
+    names = {spec.name: spec for spec in parameter_specs(arch, arch.vocab_size)}
     assert names["decoder.layers.31.mlp.experts.local_experts.7.linear_fc1.weight"].shape == (2 * 14336, 4096)
     assert names["decoder.layers.0.mlp.router.weight"].shape == (8, 4096)
 

@@ -36,13 +36,50 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# converted and not trained: layers of both kinds, experts that TP and EP cut, hidden == an expert's size, heads that are not
+# hidden / heads wide
+_MIXTURE = {**LONG, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 4}
+_GEMMA = {**LONG, "num_key_value_heads": 2, "sliding_window": 16}
+CONVERTED: dict[str, tuple[type, dict[str, Any]]] = {
+    "mixtral": (transformers.MixtralConfig, {**LONG, "intermediate_size": 64, "num_local_experts": 4, "sliding_window": None,
+                                             "num_experts_per_tok": 2, "rope_parameters": LLAMA3}),
+    "qwen2_moe": (transformers.Qwen2MoeConfig,
+                  {**{k: v for k, v in _MIXTURE.items() if k != "head_dim"}, "shared_expert_intermediate_size": 48,
+                   "mlp_only_layers": [1], "norm_topk_prob": True, "rope_parameters": LINEAR}),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, {**_MIXTURE, "num_key_value_heads": 2, "norm_topk_prob": True,
+                                                "tie_word_embeddings": True, "rope_parameters": YARN}),
+    "gemma": (transformers.GemmaConfig, _GEMMA),
+    "gemma-untied": (transformers.GemmaConfig, {**_GEMMA, "intermediate_size": 64, "tie_word_embeddings": False}),
+    "gemma2": (transformers.Gemma2Config, {**_GEMMA, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
+                                           "final_logit_softcapping": 8.0}),
+    "gemma3_text": (transformers.Gemma3TextConfig,
+                    {**_GEMMA, "query_pre_attn_scalar": 24, "layer_types": ["sliding_attention", "full_attention"] * 2,
+                     "rope_parameters": {"sliding_attention": THETA, "full_attention": LINEAR}}),
+    "deepseek_v3": (transformers.DeepseekV3Config,
+                    {**NO_HEAD_DIM, "num_key_value_heads": 8, "moe_intermediate_size": 32, "n_routed_experts": 8,
+                     "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "q_lora_rank": 24,
+                     "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+                     "rms_norm_eps": 1e-6, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+                     "rope_parameters": YARN}),
+    "deepseek_v3-whole-queries": (transformers.DeepseekV3Config,
+                    {**NO_HEAD_DIM, "num_key_value_heads": 8, "moe_intermediate_size": 64, "n_routed_experts": 4,
+                     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "kv_lora_rank": 20,
+                     "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "first_k_dense_replace": 2,
+                     "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6}),
+}  # fmt: skip
+EVERY = {**MODELS, **CONVERTED}
+
+
 def make(name: str) -> Any:
     """The model, fp32, in evaluation mode; the same weights at every call."""
-    kind, settings = MODELS[name]
+    kind, settings = EVERY[name]
     torch.manual_seed(1)
     config = kind(**{"rope_parameters": dict(THETA), **settings}, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
+        for key, buffer in model.named_buffers():
+            if key.endswith("correction_bias"):  # of the size of the differences between scores
+                buffer.normal_(std=0.1)
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
                 parameter.normal_(std=0.2)
