@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from rl3d.cli.arguments import command, positive
+from rl3d.cli.arguments import UsageError, command, positive
 
 DIFFERENT = 1
 _CODES = (
@@ -60,14 +60,19 @@ def declare(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--dry-run", action="store_true", help="prove that it can be done, say what would be written")
         sub.add_argument("--resume", action="store_true", help="take up what a killed conversion left")
         sub.add_argument("--overwrite", action="store_true", help="replace DST, once the new one is complete")
-    look = work("inspect", _inspect, "Format, shapes, dtypes, bytes and fingerprints of a checkpoint.")
-    same = work("verify", _verify, "Whether A and B hold the same model bit for bit, whatever their formats.")
+    look = work("inspect", _inspect, "Format, layout, shapes, dtypes, bytes and fingerprints of a checkpoint.")
+    same = work("verify", _verify, "Whether A and B hold the same model, bit for bit or within a tolerance, in any formats.")
     for sub in (look, same):
         sub.add_argument("first", metavar="A", help="Hugging Face or torch_dist directory, or an rl3d checkpoint")
         sub.add_argument("--hf", metavar="DIR", help="config.json for a Megatron checkpoint that has none beside it")
         sub.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="read as (default: as stored)")
     same.add_argument("second", metavar="B", nargs="?", help="left out: compare A with what its conversion recorded")
+    same.add_argument("--rtol", type=float, metavar="X", help="values may differ by X times those of B (default: no bit)")
+    same.add_argument("--atol", type=float, metavar="X", help="values may differ by X; log-probabilities too (1e-4)")
+    same.add_argument("--logits", metavar="FILE|TEXT", help="compare next-token log-probabilities in fp32 on this text, or "
+                      "on each line of the file: HF through transformers, Megatron through megatron-core")  # fmt: skip
     look.add_argument("--fingerprints", action="store_true", help="read every value, too")
+    look.add_argument("--json", action="store_true", help="print everything as JSON")
     work("families", _families, "Model families that can be converted.")
 
 
@@ -137,32 +142,61 @@ def _open(path: str, args: argparse.Namespace) -> Any:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from rl3d.reshard.fingerprint import fold
+    from rl3d.io.describe import describe
+    from rl3d.io.source import DTYPES
 
-    source, prints, total = _open(args.first, args), {}, 0
-    print(f"{source.weights}: {source.kind}, {source.arch.family}, {len(source.parameters)} parameters in canonical form")
-    for mapped in source.parameters:
-        spec, line = mapped.spec, ""
-        if args.fingerprints:
-            prints[spec.name] = source.fingerprint(mapped)
-            line = f"  {prints[spec.name]:016x}"
-        size, shape = spec.numel * source.dtype.itemsize, "x".join(map(str, spec.shape))
-        total += size
-        print(f"{spec.name:<64} {shape:>16} {str(source.dtype).removeprefix('torch.')} {size:>13,}{line}")
-    print(f"{total:,} bytes" + (f", fingerprint {fold(prints)}" if args.fingerprints else ""))
+    found = describe(args.first, args.hf, DTYPES[args.dtype] if args.dtype else None, args.fingerprints)
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    print(f"{found['path']}: {found['format']}, {found['family'] or 'as stored'}, {found['layout']}")
+    for p in found["parameters"]:
+        more = p.get("fingerprint") or (f"{p['pieces']} pieces" if "pieces" in p else "")
+        print(f"{p['name']:<64} {'x'.join(map(str, p['shape'])):>16} {p['dtype']:<9} {p['bytes']:>14,} {more}".rstrip())
+    total = f"{len(found['parameters'])} parameters, {found['bytes']:,} bytes"
+    files = f"{len(found['files'])} files, {sum(found['files'].values()):,} bytes"
+    print(f"{total} in {files}" + (f", fingerprint {found['fingerprint']}" if found["fingerprint"] else ""))
+    if "note" in found:
+        print(f"as stored, since {found['note']}")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from rl3d.io.compare import changes, differences
+    from rl3d.io.compare import Tolerance, changes, differences
 
+    if args.second is None and (args.logits is not None or args.rtol is not None or args.atol is not None):
+        raise UsageError("--logits, --rtol and --atol compare two checkpoints; name B")
+    if args.logits is not None and args.rtol is not None:
+        raise UsageError("--logits compares log-probabilities by --atol alone; leave --rtol out")
     first = _open(args.first, args)
-    found = changes(first) if args.second is None else differences(first, _open(args.second, args))
+    if args.second is None:
+        found = changes(first)
+    elif args.logits is not None:
+        return _verify_logits(args, first, _open(args.second, args))
+    else:
+        given = args.rtol is not None or args.atol is not None
+        tolerance = Tolerance(args.rtol or 0.0, args.atol or 0.0) if given else None
+        found = differences(first, _open(args.second, args), tolerance)
     for line in found:
         print(f"differs: {line}", file=sys.stderr)
     if not found:
-        print(f"the same: {len(first.parameters)} parameters, {first.dtype}")
+        how = f"{first.dtype}" if args.rtol is None and args.atol is None else "within the tolerance"
+        print(f"the same: {len(first.parameters)} parameters, {how}")
     return DIFFERENT if found else 0
+
+
+def _verify_logits(args: argparse.Namespace, first: Any, second: Any) -> int:
+    from rl3d.engine.logits import logits_gaps, read_texts
+
+    allowed = 1e-4 if args.atol is None else args.atol
+    texts, code = read_texts(args.logits), 0
+    for number, (text, gap) in enumerate(zip(texts, logits_gaps(first, second, texts), strict=True)):
+        apart = not gap.worst <= allowed  # NaN is apart
+        code = DIFFERENT if apart else code
+        print(f"{'differs' if apart else 'the same'}: text {number} ({text[:32]!r}, {gap.tokens} tokens): log-probabilities "
+              f"within {gap.worst:.2e} (at position {gap.position}), {gap.greedy} greedy tokens differ",
+              file=sys.stderr if apart else sys.stdout)  # fmt: skip
+    return code
 
 
 def _families(args: argparse.Namespace) -> int:

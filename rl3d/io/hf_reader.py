@@ -21,6 +21,10 @@ class CheckpointError(ValueError):
     """A checkpoint that does not hold what its configuration says; the message names file and tensor."""
 
 
+class ConfigurationMissing(CheckpointError):
+    """A Megatron checkpoint that says nothing about the model, without a directory that does."""
+
+
 class HFReader:
     """Opens the files of one model directory lazily and reads slices, never whole files. Threads may share it.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl3d.io.export_hf import TEMPLATES_FOLDER
 from rl3d.io.finite import all_finite
-from rl3d.io.hf_reader import CheckpointError, HFReader, is_bin, open_hf
+from rl3d.io.hf_reader import CheckpointError, ConfigurationMissing, HFReader, is_bin, open_hf
 from rl3d.io.import_hf import read_shard
 from rl3d.io.random_reader import RANDOM_FILE, RandomReader, is_random
 from rl3d.io.torch_dist import TRACKER_FILE, TorchDistReader, is_torch_dist
@@ -34,8 +34,8 @@ class Source:
         dtype: dtype to read as; by default the files' own, which must then be one.
 
     Attributes:
-        kind: ``"hf"`` (safetensors), ``"bin"`` (PyTorch files), ``"gguf"``, ``"rl3d"`` (a checkpoint of a run) or
-            ``"torch_dist"``.
+        kind: ``"hf"`` (safetensors), ``"bin"`` (PyTorch files), ``"random"`` (weights that are drawn), ``"rl3d"`` (a
+            checkpoint of a run) or ``"torch_dist"``.
         sidecars: directory with config.json and everything else that is not weights.
         parameters: all parameters, the vocabulary unpadded.
 
@@ -59,6 +59,8 @@ class Source:
             self.kind = "hf"
             if is_run_checkpoint(self.path):
                 self.kind, self.weights = "rl3d", self.path / HF_FOLDER
+            elif is_random(self.path):
+                self.kind = "random"
             elif is_bin(self.path):
                 self.kind = "bin"
             self.sidecars = self.weights
@@ -66,15 +68,15 @@ class Source:
         self.config: dict[str, Any] = json.loads((self.sidecars / "config.json").read_text())
         self.parameters = mapped_parameters(self.arch, self.arch.vocab_size)
         if self.kind != "torch_dist":
-            random = is_random(self.weights)
-            self._reader = RandomReader(self.weights, torch.device("cpu")) if random else open_hf(self.weights)
+            drawn = self.kind == "random"
+            self._reader = RandomReader(self.weights, torch.device("cpu")) if drawn else open_hf(self.weights)
         self._prove()
         self.dtype = dtype or self._one_dtype()
 
     def _beside(self, hf: str | Path | None) -> Path:
         beside = next((p / HF_FOLDER for p in (self.weights, self.path) if (p / HF_FOLDER).is_dir()), None)
         if hf is None and beside is None:
-            raise CheckpointError(
+            raise ConfigurationMissing(
                 f"{self.path} has no {HF_FOLDER}/config.json; say with --hf which Hugging Face directory the model came from"
             )
         return Path(hf) if hf is not None else beside or self.path

@@ -284,6 +284,12 @@ class TorchDistReader:
             ]  # fmt: skip
         return out
 
+    def stored(self) -> list[tuple[str, tuple[int, ...], torch.dtype, int]]:
+        """(name, shape, dtype, pieces) of every tensor as it is in the files."""
+        return [
+            (name, tuple(meta.size), meta.properties.dtype, len(meta.chunks)) for name, meta in sorted(self._tensors.items())
+        ]
+
     def _find(self, spec: ParamSpec) -> tuple[str, bool] | None:
         return next(((n, stacked) for n, stacked in _names(spec) if n in self._tensors), None)
 
