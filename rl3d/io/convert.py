@@ -197,7 +197,7 @@ def _facts(mapped: MappedParameter, value: Tensor) -> dict[str, Any]:
     return {"fingerprint": f"{fingerprint_tensor(value, mapped.spec.valid_rows, _CHUNK):016x}"}
 
 
-_SOURCES = {"import": ("hf", "bin", "random", "rl3d"), "export": ("torch_dist", "bin", "random", "rl3d"),
+_SOURCES = {"import": ("hf", "bin", "gguf", "random", "rl3d"), "export": ("torch_dist", "bin", "gguf", "random", "rl3d"),
             "reshard": ("torch_dist",)}  # fmt: skip
 
 

@@ -49,7 +49,8 @@ def describe(path: str | Path, hf: str | Path | None = None, dtype: torch.dtype 
 
 
 def _files(directory: Path) -> dict[str, int]:
-    return {p.name: p.stat().st_size for p in sorted(directory.iterdir()) if p.is_file()}
+    files = [directory] if directory.is_file() else sorted(p for p in directory.iterdir() if p.is_file())
+    return {p.name: p.stat().st_size for p in files}
 
 
 def _layout(source: Source) -> str:

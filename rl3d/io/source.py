@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rl3d.io.export_hf import TEMPLATES_FOLDER
 from rl3d.io.finite import all_finite
+from rl3d.io.gguf import GGUFReader, find_gguf
 from rl3d.io.hf_reader import CheckpointError, ConfigurationMissing, HFReader, is_bin, open_hf
 from rl3d.io.import_hf import read_shard
 from rl3d.io.random_reader import RANDOM_FILE, RandomReader, is_random
@@ -48,9 +49,14 @@ class Source:
     def __init__(self, path: str | Path, hf: str | Path | None = None, dtype: torch.dtype | None = None):
         self.path = self.weights = Path(path)
         self._reader: HFReader | TorchDistReader | RandomReader
-        if not self.path.is_dir():
+        gguf = find_gguf(self.path)
+        if gguf is None and not self.path.is_dir():
             raise CheckpointError(f"{path}: no such directory; expected a Hugging Face or Megatron checkpoint")
-        if is_torch_dist(self.path):
+        if gguf is not None:
+            self.kind, self.weights = "gguf", gguf
+            self._reader = reader = GGUFReader(gguf)
+            self.sidecars = reader.sidecars
+        elif is_torch_dist(self.path):
             self.kind = "torch_dist"
             self._reader = TorchDistReader(self.path)
             self.weights = self._reader.directory
@@ -67,7 +73,7 @@ class Source:
         self.arch = Architecture.from_hf(self.sidecars)
         self.config: dict[str, Any] = json.loads((self.sidecars / "config.json").read_text())
         self.parameters = mapped_parameters(self.arch, self.arch.vocab_size)
-        if self.kind != "torch_dist":
+        if self.kind not in ("torch_dist", "gguf"):
             drawn = self.kind == "random"
             self._reader = RandomReader(self.weights, torch.device("cpu")) if drawn else open_hf(self.weights)
         self._prove()
@@ -156,7 +162,7 @@ class Source:
 
     def stat(self) -> list[tuple[str, int, int]]:
         """(name, size, time of change) of every file: what a resumed conversion must find unchanged."""
-        files = {*self.weights.iterdir(), *self.sidecars.iterdir()}
+        files = {self.weights} if self.kind == "gguf" else {*self.weights.iterdir(), *self.sidecars.iterdir()}
         return sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files if p.is_file())
 
     def copy_sidecars(self, target: Path) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from rl3d.data.batch import Prompt, Sample
-from rl3d.data.hf_files import quiet_transformers
 from rl3d.data.tokenizers import load_tokenizer
 from rl3d.rewards.functions import RewardError
+from rl3d.utils.quiet import quiet_transformers
 
 
 class ModelReward:
