@@ -11,14 +11,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
-from tests.models.zoo import MODELS
+from tests.models.zoo import EVERY
 
 
 def main(runtime: Any, directory: str, names: list[str], layouts: list[tuple[int, int]], padded: int, tokens: list[int],
          ) -> dict[str, Any]:  # fmt: skip
     """Writes logits of ``tokens`` as ``NAME-tpT-ppP.pt``; and each model as megatron-core saves it at tp 2, pp 1."""
     root = Path(directory)
-    MODELS.setdefault("mistral-tied", (MODELS["mistral"][0], {**MODELS["mistral"][1], "tie_word_embeddings": True}))
+    EVERY.setdefault("mistral-tied", (EVERY["mistral"][0], {**EVERY["mistral"][1], "tie_word_embeddings": True}))
     for tp, pp in layouts:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tp, pp)
@@ -34,7 +34,7 @@ def main(runtime: Any, directory: str, names: list[str], layouts: list[tuple[int
             assert not extra and not [k for k in missing if "_extra_state" not in k], (missing, extra)
             logits = _logits(model, torch.tensor([tokens]), pp)
             if logits is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
-                torch.save(logits[0, :, : MODELS[name][1]["vocab_size"]], root / f"{name}-tp{tp}-pp{pp}.pt")
+                torch.save(logits[0, :, : EVERY[name][1]["vocab_size"]], root / f"{name}-tp{tp}-pp{pp}.pt")
             if (tp, pp) == (2, 1):
                 out = root / f"{name}.saved"
                 out.mkdir(exist_ok=True)
@@ -45,7 +45,7 @@ def main(runtime: Any, directory: str, names: list[str], layouts: list[tuple[int
 
 
 def _model(name: str, tp: int, pp: int, padded: int) -> Any:
-    sizes = MODELS[name][1]
+    sizes = EVERY[name][1]
     config = TransformerConfig(
         num_layers=sizes["num_hidden_layers"], hidden_size=sizes["hidden_size"], ffn_hidden_size=sizes["intermediate_size"],
         num_attention_heads=sizes["num_attention_heads"], num_query_groups=sizes["num_key_value_heads"],

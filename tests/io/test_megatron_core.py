@@ -7,7 +7,7 @@ import torch
 
 from rl3d.io.convert import hf_to_megatron, megatron_to_hf
 from tests.io.test_convert import same, tensors
-from tests.models.zoo import MODELS, make, save
+from tests.models.zoo import EVERY, make, save
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -17,7 +17,7 @@ LOADED = ["mistral", "qwen3", "mistral-tied"]  # plain RoPE, so that megatron-co
 LAYOUTS = [(2, 1), (1, 2), (1, 1)]
 TOKENS = torch.randint(3, 253, (150,), generator=torch.Generator().manual_seed(5)).tolist()
 
-MODELS.setdefault("mistral-tied", (MODELS["mistral"][0], {**MODELS["mistral"][1], "tie_word_embeddings": True}))
+EVERY.setdefault("mistral-tied", (EVERY["mistral"][0], {**EVERY["mistral"][1], "tie_word_embeddings": True}))
 
 
 @pytest.fixture(scope="module")
