@@ -338,7 +338,7 @@ class TrainerConfig(Section):
     keep_checkpoints: PositiveInt = Field(default=2, description="Newest checkpoints kept.")
     resume: str = Field(
         default="auto",
-        description="auto: from the run's last checkpoint if any; never; or a directory.",
+        description="auto: from the run's last checkpoint if any, in whatever layout it was written; never; or a directory.",
     )
     loggers: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = Field(
         default=["console", "jsonl", "tensorboard"], description="Where metrics go."

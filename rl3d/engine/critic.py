@@ -17,7 +17,7 @@ from rl3d.engine.policy import PolicyUpdate
 from rl3d.engine.residency import Residency
 from rl3d.engine.roles import ForwardRole
 from rl3d.engine.training import TrainingEngine
-from rl3d.engine.zero import AdamSettings, ZeroEngine
+from rl3d.engine.zero import AdamSettings
 from rl3d.io.export_hf import export_hf
 
 
@@ -62,11 +62,6 @@ class Critic:
     @property
     def frozen(self) -> bool:
         return self.engine is None
-
-    @property
-    def zero(self) -> ZeroEngine | None:
-        """Weights and optimiser of a critic that learns."""
-        return None if self.engine is None else self.engine.zero
 
     # ---- the two passes
 

@@ -1,4 +1,7 @@
-"""Checkpoints of a run: weights, optimiser, scheduler, random state and position in the data, in the run's layout.
+"""Checkpoints of a run: weights, optimiser, scheduler, random state and position in the data.
+
+Every rank writes what it holds in the run's layout; a run of any other layout or number of ranks reads from them what it
+needs (:mod:`rl3d.engine.carry`).
 
 A checkpoint is written under a temporary name, flushed to disk, and renamed once every rank has written its part; only
 then does the ``latest`` file name it. A run that is killed at any moment resumes from the last complete one.
@@ -16,7 +19,8 @@ from typing import Any
 import torch
 
 from rl3d.distributed.bootstrap import Runtime
-from rl3d.engine.zero import ZeroEngine
+from rl3d.engine.carry import CarryError, carry_over, training_state
+from rl3d.engine.training import TrainingEngine
 
 LATEST = "latest"
 STATE = "state.json"
@@ -49,7 +53,7 @@ class RunState:
     critic_steps: int = 0
 
 
-def save(directory: Path, state: RunState, engines: Mapping[str, ZeroEngine], runtime: Runtime, keep: int,
+def save(directory: Path, state: RunState, engines: Mapping[str, TrainingEngine], runtime: Runtime, keep: int,
          export: Callable[[Path], None]) -> Path:  # fmt: skip
     """Write ``directory/step_N``; the ``keep`` newest stay. Collective. Returns its path.
 
@@ -63,7 +67,7 @@ def save(directory: Path, state: RunState, engines: Mapping[str, ZeroEngine], ru
         partial.mkdir(parents=True)
     runtime.barrier()
     content = {
-        **{name: zero.state_dict() for name, zero in engines.items()},
+        **{name: training_state(engine) for name, engine in engines.items()},
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state(runtime.device) if runtime.device.type == "cuda" else None,
         "python_rng": random.getstate(),
@@ -110,35 +114,48 @@ def find(directory: Path, resume: str) -> Path | None:
     return inside[-1]
 
 
-def load(path: Path, engines: Mapping[str, ZeroEngine], runtime: Runtime, layout: str) -> RunState:
-    """Restore weights, optimiser and random state. Collective.
+def load(path: Path, engines: Mapping[str, TrainingEngine], runtime: Runtime, layout: str) -> RunState:
+    """Restore weights, optimiser and random state; in another layout than the one saved, each rank takes its elements of
+    weights and optimiser from all parts. Collective.
 
     Raises:
-        ResumeError: another layout or number of ranks, another critic, or this rank's part is missing.
+        ResumeError: another critic or model, or a part is missing.
     """
     state = RunState(**json.loads((path / STATE).read_text()))
-    if (state.layout, state.world_size) != (layout, runtime.world_size):
-        raise ResumeError(
-            f"{path} was written by {state.world_size} ranks at {state.layout}, this run has {runtime.world_size} at "
-            f"{layout}; resume with the layout it was written with, or start anew from an export (`rl3d export`)"
-        )
-    part = path / f"rank_{runtime.rank:05d}.pt"
-    if not part.is_file():
-        raise ResumeError(f"{part} is missing; every rank needs to see the run's directory (a shared file system)")
-    content = torch.load(part, map_location="cpu", weights_only=True)
-    if ("critic" in content) != ("critic" in engines):
+    same = (state.layout, state.world_size) == (layout, runtime.world_size)
+    mine = _part(path, runtime.rank % state.world_size)
+    if ("critic" in mine) != ("critic" in engines):
         here, there = ("trains a critic", "holds none") if "critic" in engines else ("trains no critic", "holds one")
         raise ResumeError(
             f"this run {here}, and {path} {there}; resume with the algorithm settings it was written with, or start anew "
             f"with model.path = {path / WEIGHTS}"
         )
-    for name, zero in engines.items():
-        zero.load_state_dict(content[name])
-    torch.set_rng_state(content["torch_rng"])
-    if content["cuda_rng"] is not None and runtime.device.type == "cuda":
-        torch.cuda.set_rng_state(content["cuda_rng"], runtime.device)
-    random.setstate(content["python_rng"])
+    if same:
+        for name, engine in engines.items():
+            engine.zero.load_state_dict(mine[name])
+    else:
+        parts = [_part(path, rank) for rank in range(state.world_size)]
+        try:
+            for name, engine in engines.items():
+                carry_over(engine, [part[name] for part in parts], runtime)
+        except CarryError as error:
+            raise ResumeError(
+                f"{path} was written by {state.world_size} ranks at {state.layout}, this run has {runtime.world_size} at "
+                f"{layout}, and cannot take over its state: {error}"
+            ) from None
+    torch.set_rng_state(mine["torch_rng"])
+    if mine["cuda_rng"] is not None and runtime.device.type == "cuda":
+        torch.cuda.set_rng_state(mine["cuda_rng"], runtime.device)
+    random.setstate(mine["python_rng"])
     return state
+
+
+def _part(path: Path, rank: int) -> dict[str, Any]:
+    """What a rank wrote; tensors stay in the file until they are used."""
+    part = path / f"rank_{rank:05d}.pt"
+    if not part.is_file():
+        raise ResumeError(f"{part} is missing; every rank needs to see the run's directory (a shared file system)")
+    return torch.load(part, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _write(path: Path, text: str) -> None:

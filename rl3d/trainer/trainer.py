@@ -14,7 +14,7 @@ from rl3d.data.dataset import PromptDataset, PromptStream
 from rl3d.engine.actor import Actor
 from rl3d.engine.critic import Critic
 from rl3d.engine.reward_model import RewardModel
-from rl3d.engine.zero import ZeroEngine
+from rl3d.engine.training import TrainingEngine
 from rl3d.estimate.flops import peak_flops, training_flops
 from rl3d.estimate.memory import MemoryPlan
 from rl3d.rewards.runner import as_runner
@@ -280,11 +280,11 @@ class RLTrainer:
         if self.critic is not None and not self.critic.frozen:
             self.critic.save_hf(directory / checkpoint.CRITIC)
 
-    def _engines(self) -> dict[str, ZeroEngine]:
+    def _engines(self) -> dict[str, TrainingEngine]:
         """What learns, by the name that it has in a checkpoint."""
-        engines = {"zero": self.actor.parts.train.zero}
-        if self.critic is not None and self.critic.zero is not None:
-            engines["critic"] = self.critic.zero
+        engines = {"zero": self.actor.parts.train}
+        if self.critic is not None and self.critic.engine is not None:
+            engines["critic"] = self.critic.engine
         return engines
 
     def _resident(self) -> AbstractContextManager[None]:
@@ -304,7 +304,9 @@ class RLTrainer:
         self.stream.load_state_dict(state.stream)
         self.global_step, self.optimizer_steps, self.critic_steps = state.step, state.optimizer_steps, state.critic_steps
         left = max(self._total_steps - state.step, 0)
-        self.console.line(f"Resumed from {path}: {state.step} steps done, {left} to go")
+        other = state.layout != self._layout or state.world_size != self.runtime.world_size
+        carried = f", carried over from {state.layout.partition('/')[0]} on {state.world_size} ranks" if other else ""
+        self.console.line(f"Resumed from {path}: {state.step} steps done, {left} to go{carried}")
 
 
 def _no_rule(response: str) -> float:

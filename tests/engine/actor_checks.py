@@ -14,6 +14,7 @@ from rl3d.io import import_hf
 from rl3d.models import Architecture, parameter_specs
 from rl3d.reshard.fingerprint import compare, fingerprint_tensor
 from rl3d.utils import enable_switch_profiling, save_switch_trace, switch_report
+from tests.engine import carry_checks
 from tests.reference import sequences
 
 NEW_TOKENS = 10
@@ -48,6 +49,7 @@ def main(runtime: Any, directory: str, train: str = "tp2.pp2.zero1", gens: tuple
         _resume(root / "tied", layout, offload)
         for layout, offload in (("tp2.pp1.zero2", "optimizer"), ("tp2.pp1.zero3", "none"), ("tp1.pp1.zero3", "params"))
     ]
+    facts["carried"] = carry_checks.main(root)
     facts["file"] = _same_as_file(root / "tied", train)
     # two valid samples for four data-parallel ranks: some have nothing to learn from, and none may hang
     facts["few"] = [

@@ -55,7 +55,7 @@ def _train(root: Path, layout: str, where: str, dtype: str = "float32") -> dict[
     update.old_logprobs()
     critic.values(update)
     metrics = update.advantages()
-    away = [critic.residency.away, sum(t.untyped_storage().nbytes() for t in critic.zero.resident_tensors())]
+    away = [critic.residency.away, sum(t.untyped_storage().nbytes() for t in critic.engine.zero.resident_tensors())]
     rates = iter([1e-3, 8e-4, 6e-4, 4e-4])
     steps: list[dict[str, float]] = []
     original = critic.engine.train_step
@@ -105,7 +105,7 @@ def _frozen(root: Path, layout: str, where: str) -> dict[str, Any]:
     update.old_logprobs()
     metrics = update.advantages()
     return {
-        "layout": layout, "where": where, "away": away, "metrics": metrics, "zero": critic.zero is None,
+        "layout": layout, "where": where, "away": away, "metrics": metrics, "frozen": critic.frozen,
         "again": all(torch.equal(a, b) for a, b in zip(*found, strict=True)),
         "trainable": sum(p.requires_grad for p in critic._role.model.parameters()),
         "update": _error(lambda: critic.update(update, lambda: 0.0)),

@@ -71,6 +71,17 @@ def test_a_resumed_run_goes_on_bit_for_bit(facts):
     assert facts["resumed"] == [[], [], []]
 
 
+def test_a_run_goes_on_in_any_other_layout(facts):
+    """Weights are carried bit for bit; the moments with them, or the next step would go elsewhere."""
+    assert len(facts["carried"]) == 6
+    for found in facts["carried"]:
+        assert found["equal"] == [], found["move"]
+        rounding = 2**-7 / 1e-3  # of bf16 weights up to 2, in steps
+        assert found["distance"] < (rounding if "bfloat16" in found["move"] else 2e-3), found["move"]
+        lost, foreign = found["errors"]
+        assert "are in none of the 4 parts" in lost and "it is of another model: another" in foreign
+
+
 def test_an_update_reaches_the_generation_layout(facts):
     for life in facts["life"]:
         assert life["changed"] == life["parameters"], "an update moves every parameter"

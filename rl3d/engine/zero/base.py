@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,16 @@ class AdamSettings:
     eps: float = 1e-8
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
+
+
+class Span(NamedTuple):
+    """Elements ``start`` to ``stop`` of a parameter (of its tensor-parallel shard, flattened) from element ``at`` of a
+    master partition on."""
+
+    parameter: Parameter
+    start: int
+    stop: int
+    at: int
 
 
 class ZeroEngine(ABC):
@@ -134,6 +144,10 @@ class ZeroEngine(ABC):
     def master_partitions(self) -> list[Tensor]:
         """This rank's fp32 master weights, in the order in which the optimiser updates them."""
 
+    @abstractmethod
+    def spans(self) -> list[list[Span]]:
+        """For each of :meth:`master_partitions` what it holds of which parameter; the rest of it is padding."""
+
     def resident_tensors(self) -> list[Tensor]:
         """All that this engine keeps between steps: weights, master weights, gradients and their buffers, moments."""
         moments = [t for state in self._moments().state.values() for t in state.values()]
@@ -170,7 +184,7 @@ class ZeroEngine(ABC):
             dist.all_reduce(parameter.grad, group=self.groups.tp)
         self._sample_gradients()
 
-    # ---- saving and loading, same layout
+    # ---- saving and loading
 
     def _moments(self) -> Any:
         """The torch optimiser inside."""
@@ -187,6 +201,7 @@ class ZeroEngine(ABC):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave at the same layout, and the module's weights from it. Collective over dp.
+        For another layout there is :mod:`rl3d.engine.carry`.
 
         Raises:
             ValueError: partition sizes differ, so the state belongs to another layout.
@@ -200,8 +215,9 @@ class ZeroEngine(ABC):
             )
         moments = self._moments().state
         for master, saved, adam in zip(masters, state["master"], state["adam"], strict=True):
-            master.data.copy_(saved)
-            moments[master] = {k: v.to(master.device, copy=True) for k, v in adam.items()}
+            master.data.copy_(saved.view_as(master))
+            moments[master] = {k: v.to(master.device, copy=True).view(master.shape if v.dim() else ())
+                               for k, v in adam.items()}  # fmt: skip
         self._weights_from_masters()
 
     @abstractmethod

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from rl3d.engine.zero.base import MicroBatchReduction, ZeroEngine
+from rl3d.engine.zero.base import MicroBatchReduction, Span, ZeroEngine
 
 
 class WholeGradientsEngine(ZeroEngine):
@@ -69,6 +69,21 @@ class WholeGradientsEngine(ZeroEngine):
         if self._is_bf16_optimizer:
             return list(self.optimizer.fp32_groups_flat_partition)
         return list(self.optimizer.single_partition_of_fp32_groups)
+
+    def spans(self) -> list[list[Span]]:
+        """See :meth:`ZeroEngine.spans`: this rank's slice of the flat buffer that the parameters are views of."""
+        out: list[list[Span]] = []
+        for master, flat in zip(self.master_partitions(), self.flat_weights(), strict=True):
+            low, size, begin = self.groups.dp_rank * master.numel(), master.numel(), flat.data_ptr()
+            out.append([])
+            for parameter in self.parameters:
+                first, rest = divmod(parameter.data_ptr() - begin, flat.element_size())
+                if rest or not 0 <= first < flat.numel():
+                    continue  # of another group
+                start, stop = (min(max(edge - first, 0), parameter.numel()) for edge in (low, low + size))
+                if start < stop:
+                    out[-1].append(Span(parameter, start, stop, first + start - low))
+        return out
 
     def _weights_from_masters(self) -> None:
         optimizer = self.optimizer

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl3d.engine.zero.base import ZeroEngine
+from rl3d.engine.zero.base import Span, ZeroEngine
 
 
 class ReplicatedEngine(ZeroEngine):
@@ -17,8 +17,11 @@ class ReplicatedEngine(ZeroEngine):
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
+        from deepspeed.utils import groups as deepspeed_groups
+
         yield
         self._sample_gradients()
+        deepspeed_groups.mpu = self.engine.mpu  # a global of DeepSpeed's, which the engine started last has set
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.allreduce_gradients()
 
@@ -53,6 +56,10 @@ class ReplicatedEngine(ZeroEngine):
     def master_partitions(self) -> list[Tensor]:
         """See :meth:`ZeroEngine.master_partitions`: the parameters themselves."""
         return list(self.parameters)
+
+    def spans(self) -> list[list[Span]]:
+        """See :meth:`ZeroEngine.spans`."""
+        return [[Span(p, 0, p.numel(), 0)] for p in self.parameters]
 
     def _moments(self) -> Any:
         return self.optimizer

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rl3d.distributed.groups import ModelGroups
-from rl3d.engine.zero.base import MicroBatchReduction, local_rank, start_deepspeed
+from rl3d.engine.zero.base import MicroBatchReduction, Span, local_rank, start_deepspeed
 
 
 class ShardedEngine(MicroBatchReduction):
@@ -47,6 +47,20 @@ class ShardedEngine(MicroBatchReduction):
     def master_partitions(self) -> list[Tensor]:
         """See :meth:`ZeroEngine.master_partitions`: when training in fp32 these are the weights themselves."""
         return list(self.optimizer.fp32_partitioned_groups_flat)
+
+    def spans(self) -> list[list[Span]]:
+        """See :meth:`ZeroEngine.spans`: the flat parts of a group's parameters, end to end."""
+        out: list[list[Span]] = []
+        for group in self.optimizer.fp16_groups:
+            out.append([])
+            at = 0
+            for parameter in group:
+                size, numel = parameter.ds_tensor.ds_numel, parameter.ds_numel
+                start, stop = (min(rank * size, numel) for rank in (self.groups.dp_rank, self.groups.dp_rank + 1))
+                if start < stop:
+                    out[-1].append(Span(parameter, start, stop, at))
+                at += size
+        return out
 
     @torch.no_grad()
     def _weights_from_masters(self) -> None:
