@@ -19,6 +19,7 @@ from rl3d.distributed.environment import free_port, is_launched
 __all__ = ["JobResult", "is_launched", "launch_local", "run_local"]
 
 FAILURE_FILE = "RL3D_FAILURE_FILE"  # where the first rank that fails writes {"rank", "error", "traceback"}
+STOPPED = 75  # exit code of ranks that were asked to stop (EX_TEMPFAIL of sysexits.h): no failure, the job is not done
 GRACE_S = 10.0  # between TERM and KILL
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -26,7 +27,8 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended: exit code (0 when all ranks did well) and, if not, which rank failed first and its traceback."""
+    """How a job ended: exit code (0 when all ranks did well, :data:`STOPPED` when they were asked to stop) and, if not,
+    which rank failed first and its traceback."""
 
     code: int
     failed_rank: int | None = None
@@ -143,7 +145,7 @@ class _Job:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             codes = [process.poll() for process in self.ranks]
-            bad = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+            bad = [rank for rank, code in enumerate(codes) if code not in (None, 0, STOPPED)]
             ending = [number for number in self.signals if number in _ENDING]
             if ending:
                 self._end(already_signalled=True)
@@ -151,8 +153,8 @@ class _Job:
             if bad:
                 time.sleep(0.1)  # ranks that fail together: let the first one's report arrive
                 return self._failure(bad[0], codes[bad[0]] or 1)
-            if all(code == 0 for code in codes):
-                return JobResult(0)
+            if all(code is not None for code in codes):
+                return JobResult(STOPPED, None, "stopped as asked; the same command goes on") if any(codes) else JobResult(0)
             if end is not None and time.monotonic() > end:
                 running = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
                 return JobResult(124, None, f"not finished after {timeout_s:.0f} s; still running: rank(s) {running}")

@@ -18,6 +18,7 @@ from rl3d.data.tiny import make_drawn_model, make_tiny_model
 from rl3d.data.tokenizers import load_tokenizer
 from rl3d.distributed import bootstrap, failures
 from rl3d.distributed.bootstrap import Runtime
+from rl3d.distributed.launcher import STOPPED
 from rl3d.engine.actor import Actor
 from rl3d.engine.download import local_directory
 from rl3d.estimate.memory import MemoryPlan
@@ -32,13 +33,15 @@ from rl3d.trainer.trainer import RLTrainer
 
 
 def main(config: RunConfig) -> int:
-    """Train as ``config`` (resolved and checked) says, in this rank. Returns the exit code."""
+    """Train as ``config`` (resolved and checked) says, in this rank. Returns the exit code: :data:`STOPPED` for a run that
+    was asked to stop and goes on when it is started again."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     runtime = bootstrap.init(timeout_s=config.trainer.timeout_s, device=config.layout.device)
     memory_plan = check_memory(config, runtime)  # all ranks agree: refused without a guard, a message and no traceback
     with failures.guard(runtime):
-        build(config, memory_plan).train()
-    return 0
+        trainer = build(config, memory_plan)
+        trainer.train()
+    return STOPPED if trainer.stopped else 0
 
 
 def resolve_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -25,6 +25,7 @@ from rl3d.trainer.exchange import exchange
 from rl3d.trainer.flows import Flows, StepContext, add_model_scores, run_sampling_and_rewarding, score_at_boundary
 from rl3d.trainer.loggers import MetricsWriter, write_samples
 from rl3d.trainer.schedule import learning_rate
+from rl3d.trainer.stopping import StopRequest
 from rl3d.utils.peaks import PhasePeaks
 
 Callback = Callable[[int, dict[str, Any]], None]
@@ -96,6 +97,7 @@ class RLTrainer:
         self.global_step = 0
         self.optimizer_steps = 0
         self.critic_steps = 0
+        self.stopped = False
         self._callbacks: list[tuple[Callback, bool]] = []
         self._total_steps = 0
 
@@ -118,12 +120,16 @@ class RLTrainer:
     def train(self, num_train_epochs: int | None = None) -> dict[str, Any]:
         """Run to the end: ``trainer.steps``, or epochs over the data. Resumes as ``trainer.resume`` says.
 
+        SIGUSR1 to any rank ends it after the step at hand with a checkpoint, :attr:`stopped` set and no export.
+
         Returns:
             the metrics of the last step (empty when there was nothing left to do).
         """
         self._total_steps = self._steps(num_train_epochs)
         self._resume()
         logs = self._run(self._total_steps)
+        if self.stopped:
+            return logs
         if (text := memory.outcome(self.peaks, self.memory_plan, self.runtime)) is not None:
             self.console.line(text)
         if self.settings.export_hf:
@@ -144,14 +150,17 @@ class RLTrainer:
         logs: dict[str, Any] = {}
         saved = self.global_step
         with MetricsWriter(self.settings.loggers, self.run_dir, config, start_step=self.global_step,
-                           rank=self.runtime.rank) as writer:  # fmt: skip
-            while self.global_step < until:
+                           rank=self.runtime.rank) as writer, StopRequest(self.runtime) as stop:  # fmt: skip
+            while self.global_step < until and not self.stopped:
                 logs = self.step(writer)
                 if self.settings.save_every and self.global_step % self.settings.save_every == 0:
                     self.save()
                     saved = self.global_step
+                self.stopped = stop.agreed() and self.global_step < until
         if saved < self.global_step:
             self.save()
+        if self.stopped:
+            self.console.line(f"Stopped by SIGUSR1 after {self.global_step} steps; the same command goes on from there")
         return logs
 
     def step(self, writer: MetricsWriter | None = None) -> dict[str, Any]:

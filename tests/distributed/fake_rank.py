@@ -27,6 +27,8 @@ def main(mode: str, directory: str = "") -> None:
         if rank == 1:
             sys.exit(3)
         time.sleep(100)
+    elif mode == "stopped":
+        sys.exit(75)
     elif mode == "killed":
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

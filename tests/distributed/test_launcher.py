@@ -93,6 +93,11 @@ def test_a_rank_that_ignores_term_is_killed(tmp_path: Path, monkeypatch: pytest.
     assert _gone(_pids(tmp_path, 2))
 
 
+def test_ranks_that_were_asked_to_stop_did_not_fail(tmp_path: Path) -> None:
+    result = run_local([FAKE, "stopped", str(tmp_path)], 3)
+    assert (result.code, result.failed_rank, result.traceback) == (75, None, "") and "goes on" in result.reason
+
+
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     result = run_local([FAKE, "killed", str(tmp_path)], 2)
     assert result.code == 137 and result.failed_rank == 1

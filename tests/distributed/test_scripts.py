@@ -2,7 +2,9 @@
 
 import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,34 @@ def test_what_they_start(tmp_path: Path, script: str, env: dict[str, str], expec
     clean = {key: "" for key in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "HOSTFILE")}
     run = _run(copy, "run.yaml", "trainer.steps=2", **{**clean, **given})
     assert run.stdout.split() == expected.replace("HOSTS", str(hosts)).split(), run.stderr
+
+
+SRUN = """#!/bin/bash
+for word in "$@"; do case $word in --output=*) log=${word#--output=} ;; esac; done
+trap 'echo "Stopped by SIGUSR1 after 3 steps" >>"${log/\\%t/0}"; exit %s' USR1
+touch started
+for i in $(seq 600); do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize("code", [75, 143])
+def test_the_batch_job_goes_back_to_the_queue_when_its_time_is_up(tmp_path: Path, code: int) -> None:
+    """srun and scontrol are stand-ins; the shell gets the scheduler's signal, as with --signal=B:USR1."""
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    for name, text in (("srun", SRUN.replace("%s", str(code))), ("scontrol", '#!/bin/sh\necho "$@" >>calls\necho node0\n')):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    env = {**os.environ, "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "run"}
+    job = subprocess.Popen(["bash", str(ROOT / "slurm/train.sbatch"), "run.yaml"], cwd=tmp_path, env=env, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    end = time.monotonic() + 60
+    while not (tmp_path / "started").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0 and "back to the queue" in out, err
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "requeue 77"
 
 
 def test_the_batch_script_starts_ranks_with_srun_and_works_out_the_address() -> None:

@@ -1,7 +1,9 @@
 """Whole training runs on two ranks; facts go back to test_trainer.py."""
 
 import json
+import os
 import queue
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +50,30 @@ def main(runtime: Any, directory: str) -> dict[str, Any]:
     last = whole.train()
     straight = whole.actor.hybrid.training_fingerprints()
 
-    make(root, "halves", 6, resume="never").train_for(3)
+    first = make(root, "halves", 6, resume="never")
+    first.add_callback(lambda step, logs: _warn(runtime) if step == 2 else None, every_rank=True)
+    first.train()
     second = make(root, "halves", 6)
     second.train()
     resumed = second.actor.hybrid.training_fingerprints()
     again = make(root, "halves", 6).train()
 
-    facts = {"callbacks": seen, "last": last, "equal": straight == resumed, "again": again}
+    facts = {
+        "callbacks": seen,
+        "last": last,
+        "equal": straight == resumed,
+        "stopped": [first.stopped, first.global_step, (first.run_dir / "hf").exists()],
+        "again": again,
+    }
     facts |= _own_flows(root) | _failures(root) | {"ppo": _ppo(root)}
     facts["old_run"] = second.optimizer_steps
     return facts
+
+
+def _warn(runtime: Any) -> None:
+    """What a scheduler does before it ends a job; here one rank alone hears of it."""
+    if runtime.rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def _ppo(root: Path) -> dict[str, Any]:
