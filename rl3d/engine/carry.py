@@ -4,6 +4,7 @@ What a rank saves says which elements of which parameter it is, so that reading 
 wrote it: each rank cuts the boxes it needs out of the files (mapped, not read) of those that held them.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def training_state(engine: TrainingEngine) -> dict[str, Any]:
         "spans": _named_spans(engine),
         "tp": [engine.groups.tp_size, engine.groups.tp_rank],
         "padded_vocab": _padded_vocab(engine),
-        "model": repr(engine.arch),
+        "model": _model(engine),
     }
 
 
@@ -64,8 +65,8 @@ def _gather(engine: TrainingEngine, parts: Sequence[dict[str, Any]]) -> dict[str
     for part in parts:
         if "spans" not in part:
             raise CarryError("it was written by a version of rl3d whose state can be read in its own layout only")
-        if part["model"] != repr(engine.arch):
-            raise CarryError(f"it is of another model: {part['model']}; this run trains {engine.arch!r}")
+        if part["model"] != _model(engine):
+            raise CarryError(f"it is of another model: {part['model']}; this run trains {_model(engine)}")
     spans, masters = _named_spans(engine), engine.zero.master_partitions()
     specs = _specs(engine, _padded_vocab(engine))
     tp = (engine.groups.tp_size, engine.groups.tp_rank)
@@ -101,6 +102,14 @@ def _named_spans(engine: TrainingEngine) -> _Spans:
 
 def _padded_vocab(engine: TrainingEngine) -> int:
     return model_chunks(engine.model)[0].vocab_size
+
+
+def _model(engine: TrainingEngine) -> str:
+    """Tells models of other parameters apart, and says a little about them."""
+    arch = engine.arch
+    shapes = repr([(spec.name, spec.shape) for spec in parameter_specs(arch, arch.vocab_size)])
+    digest = hashlib.sha256(shapes.encode()).hexdigest()[:12]
+    return f"{arch.family}, {arch.num_layers} layers of {arch.hidden_size}, {arch.num_parameters} parameters, {digest}"
 
 
 def _specs(engine: TrainingEngine, padded_vocab: int) -> dict[str, ParamSpec]:
