@@ -3,8 +3,8 @@
     result = run_ranks("tests.engine.rank_checks:main", nproc=4, args={"tp": 2})
 
 where ``def main(runtime, tp): ...; return {"loss": 1.0}`` is called on every rank with the initialised
-`rl3d.distributed.bootstrap.Runtime`. Starting a rank costs seconds: put many checks into one call, and call it from a
-module- or session-scoped fixture.
+`rl3d.distributed.bootstrap.Runtime`. Ranks are forked (:mod:`tests.forked`); a model in each still costs
+seconds: put many checks into one call, and call it from a module- or session-scoped fixture.
 
 ``RL3D_TEST_DEVICE=cuda pytest tests/engine tests/models`` runs the same checks, in fp32, on GPUs. With one GPU all ranks
 share it: ``RL3D_SHARE_GPU=1 NCCL_MULTI_RANK_GPU_ENABLE=1`` and NCCL 2.30 or newer.
@@ -26,7 +26,11 @@ class RanksFailed(AssertionError):
     """A rank failed, or the ranks did not finish in time; the message holds the first failing rank's traceback."""
 
 
-def run_ranks(target: str, nproc: int, args: dict[str, Any] | list[Any] | None = None, timeout: float = 120) -> Any:
+_forks: Any = None
+
+
+def run_ranks(target: str, nproc: int, args: dict[str, Any] | list[Any] | None = None, timeout: float = 120, *,
+              fresh: bool = False) -> Any:  # fmt: skip
     """Call ``target`` ("package.module:function") on ``nproc`` ranks as ``function(runtime, **args)``.
 
     Args:
@@ -34,6 +38,9 @@ def run_ranks(target: str, nproc: int, args: dict[str, Any] | list[Any] | None =
         nproc: number of ranks.
         args: JSON-serialisable keyword arguments (dict) or positional ones (list).
         timeout: seconds for everything, start-up included; all ranks are killed when it is over.
+        fresh: start the ranks as a user does, with imports of their own; otherwise they are forked on the CPU from a
+            process that has imported the libraries (:mod:`tests.forked`). For what is read from the environment while
+            importing, and for how ranks start and end.
 
     Returns:
         rank 0's return value, through JSON (tuples become lists, dictionary keys become strings).
@@ -54,12 +61,22 @@ def run_ranks(target: str, nproc: int, args: dict[str, Any] | list[Any] | None =
         }
         if DEVICE == "cpu":
             env["CUDA_VISIBLE_DEVICES"] = ""
-        result = run_local(argv, nproc, log_dir=scratch, env=env, timeout_s=timeout)
+        start = run_local if fresh or DEVICE != "cpu" else _fork_server().run
+        result = start(argv, nproc, log_dir=scratch, env=env, timeout_s=timeout)
         if result.code != 0:
             others = [rank for rank in range(nproc) if not result.traceback or rank != result.failed_rank]
             logs = "".join(_tail(Path(scratch) / f"rank{rank}.log", rank) for rank in others)
             raise RanksFailed(f"{target} on {nproc} ranks: {result.reason}\n{result.traceback}\n{logs}")
         return json.loads(result_file.read_text())
+
+
+def _fork_server() -> Any:
+    global _forks
+    if _forks is None:
+        from tests.forked import ForkServer
+
+        _forks = ForkServer()
+    return _forks
 
 
 def rank_device() -> Any:
@@ -74,7 +91,7 @@ def _tail(path: Path, rank: int, lines: int = 15) -> str:
     return f"--- rank {rank}, last lines ---\n" + "\n".join(text) + "\n" if text else ""
 
 
-def _main(target: str, args_json: str, result_file: str, timeout: str) -> None:
+def main(target: str, args_json: str, result_file: str, timeout: str) -> None:
     from rl3d.distributed import bootstrap, failures, platform
 
     platform.prepare()
@@ -96,4 +113,4 @@ def _main(target: str, args_json: str, result_file: str, timeout: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    main(*sys.argv[1:])

@@ -10,7 +10,7 @@ from tests.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return run_ranks("tests.distributed.control_checks:main", nproc=3, timeout=90)
+    return run_ranks("tests.distributed.control_checks:main", nproc=3, timeout=200, fresh=True)
 
 
 def test_call_on_rank_zero_and_barrier_on_all(results: dict[str, Any]) -> None:

@@ -88,6 +88,6 @@ def test_a_clean_end_under_torchrun_says_nothing_about_failures() -> None:
 
 def test_run_ranks_brings_the_first_failing_traceback() -> None:
     with pytest.raises(RanksFailed) as error:
-        run_ranks("tests.distributed.rank_checks:one_fails", 2, {"culprit": 1})
+        run_ranks("tests.distributed.rank_checks:one_fails", 2, {"culprit": 1}, fresh=True)
     assert "ValueError: deliberate on rank 1" in str(error.value)
     assert str(error.value).count("Traceback (most recent call last)") == 1

@@ -26,7 +26,7 @@ def seen(tmp_path_factory):
         patch.setenv("HF_ENDPOINT", hub.url)
         patch.setenv("HF_HOME", str(root / "home"))
         patch.setenv("HF_HUB_OFFLINE", "0")
-        out = run_ranks("tests.engine.hub_checks:main", 2, {"caches": list(map(str, caches))})
+        out = run_ranks("tests.engine.hub_checks:main", 2, {"caches": list(map(str, caches))}, fresh=True)
     hub.close()
     return out, hub
 
