@@ -53,6 +53,7 @@ def main(runtime: Any, directory: str) -> dict[str, Any]:
     first = make(root, "halves", 6, resume="never")
     first.add_callback(lambda step, logs: _warn(runtime) if step == 2 else None, every_rank=True)
     first.train()
+    stopped = [first.stopped, first.global_step, (first.run_dir / "hf").exists()]
     second = make(root, "halves", 6)
     second.train()
     resumed = second.actor.hybrid.training_fingerprints()
@@ -62,7 +63,7 @@ def main(runtime: Any, directory: str) -> dict[str, Any]:
         "callbacks": seen,
         "last": last,
         "equal": straight == resumed,
-        "stopped": [first.stopped, first.global_step, (first.run_dir / "hf").exists()],
+        "stopped": stopped,
         "again": again,
     }
     facts |= _own_flows(root) | _failures(root) | {"ppo": _ppo(root)}
