@@ -111,7 +111,7 @@ def test_a_frozen_critic_has_transformers_values_and_no_optimiser(ran):
     for row in ran[1]["frozen"]:
         assert row["metrics"]["critic/values/mean"] == pytest.approx(float(expected.mean()), abs=1e-5)
         assert row["metrics"]["critic/values/max"] == pytest.approx(float(expected.max()), abs=1e-5)
-        assert row["zero"] and row["again"] and row["trainable"] == 0 and "frozen" in row["update"]
+        assert row["frozen"] and row["again"] and row["trainable"] == 0 and "frozen" in row["update"]
         assert row["away"] == [row["where"] == "host"] * 3
 
 
