@@ -99,9 +99,9 @@ def main(target: str, args_json: str, result_file: str, timeout: str) -> None:
     if DEVICE != "cpu":  # the numbers are compared in fp32, and an actor's default there is bf16
         import torch
 
-        from rl3d.engine import actor
+        from rl3d.engine import dtypes
 
-        actor.DEFAULT_DTYPES[DEVICE] = torch.float32
+        dtypes.DEFAULT_DTYPES[DEVICE] = torch.float32
     with failures.guard(runtime):
         module, _, name = target.partition(":")
         args = json.loads(args_json)

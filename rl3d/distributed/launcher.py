@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from rl3d.distributed.environment import free_port, is_launched
 
-__all__ = ["JobResult", "is_launched", "launch_local", "run_local"]
+__all__ = ["JobResult", "LocalJob", "is_launched", "launch_local", "run_local"]
 
 FAILURE_FILE = "RL3D_FAILURE_FILE"  # where the first rank that fails writes {"rank", "error", "traceback"}
 STOPPED = 75  # exit code of ranks that were asked to stop (EX_TEMPFAIL of sysexits.h): no failure, the job is not done
@@ -78,6 +78,53 @@ def run_local(
         logs.mkdir(parents=True, exist_ok=True)
         job = _Job(list(argv), nproc, logs, Path(scratch) / "failure.json", dict(os.environ if env is None else env))
         return job.run(echo, timeout_s)
+
+
+class LocalJob:
+    """The ranks of a job beside a process that goes on with its own work, as a notebook does.
+
+    A thread watches them as :func:`run_local` does; they die with this process, however it ends.
+
+    Args:
+        argv, nproc, env, echo: as in :func:`run_local`.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], nproc: int, *, env: Mapping[str, str] | None = None, echo: IO[str] | None = None
+    ):
+        self._scratch = tempfile.TemporaryDirectory(prefix="rl3d-ranks-")
+        logs = Path(self._scratch.name)
+        self._job = _Job(list(argv), nproc, logs, logs / "failure.json", dict(os.environ if env is None else env))
+        self._result: JobResult | None = None
+        self._echo = echo
+        # The kernel ties a child's life to the thread that starts it: this one lives as long as the ranks do.
+        self._thread = threading.Thread(target=self._run, name="rl3d-ranks", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._job.run(self._echo, None)
+        except Exception as error:
+            self._result = JobResult(1, None, f"the ranks could not be started: {type(error).__name__}: {error}")
+        finally:
+            self._scratch.cleanup()
+
+    def poll(self) -> JobResult | None:
+        """How the job ended, or ``None`` while it runs."""
+        return self._result
+
+    def wait(self, timeout_s: float | None = None) -> JobResult | None:
+        """As :meth:`poll`, after waiting for the end."""
+        self._thread.join(timeout_s)
+        return self._result
+
+    def stop(self) -> None:
+        """End the ranks: TERM, after 10 s KILL. Returns when they are gone; safe to call again."""
+        self._job.signals.append(signal.SIGTERM)
+        for process in self._job.ranks:
+            if process.poll() is None:
+                _signal_group(process, signal.SIGTERM)
+        self._thread.join()
 
 
 class _Job:

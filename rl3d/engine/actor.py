@@ -14,8 +14,10 @@ from rl3d.algorithms.advantages import grpo_advantages
 from rl3d.config import ConfigError, PPOConfig, passthrough_problems, zero_stage_from_fsdp
 from rl3d.distributed import bootstrap
 from rl3d.distributed.control import ControlChannel
+from rl3d.distributed.environment import detect
 from rl3d.engine.assemble import ActorSettings, assemble
 from rl3d.engine.batches import real_tokens, response_spans
+from rl3d.engine.dtypes import dtype_of
 from rl3d.engine.gather import gather_from_replicas
 from rl3d.engine.hybrid import GENERATION, TRAINING, SwitchReport
 from rl3d.engine.policy import PolicyUpdate, TrainSample
@@ -25,8 +27,6 @@ from rl3d.io.export_hf import export_hf
 from rl3d.layout import GenLayout, TrainLayout
 from rl3d.models import Architecture
 
-DEFAULT_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-"""What ``dtype="auto"`` means on each kind of device."""
 _actors = itertools.count()  # every rank makes its actors in the same order, so the numbers agree
 
 
@@ -90,12 +90,22 @@ class Actor:
         deepspeed, megatron: settings passed through to those libraries.
         seed: of the sampling noise.
         timeout_s: limit for every collective and wait.
+        num_gpus: start this many ranks from here, a notebook for instance, and drive them: see
+            :class:`~rl3d.engine.session_actor.SessionActor`, which is returned. In a process that is a rank already, it must
+            be their number.
 
     Raises:
         LayoutError, UnsupportedModelError: the layouts, the model and the number of ranks do not fit.
         HubError: a hub id that is not to be had.
         CheckpointError: weights missing, unexpected or damaged.
     """
+
+    def __new__(cls, *args: Any, num_gpus: int | None = None, **options: Any) -> Any:
+        if num_gpus is None or detect().world_size > 1:
+            return super().__new__(cls)
+        from rl3d.engine.session_actor import SessionActor
+
+        return SessionActor(*args, num_gpus=num_gpus, **options)
 
     def __init__(self, model: Any, tokenizer: Any = None, *, train: str | TrainLayout = "tp1.pp1.zero1",
                  gen: str | GenLayout = "tp1", order: str = "auto", dtype: str | torch.dtype = "auto",
@@ -105,12 +115,14 @@ class Actor:
                  training_copy: str = "keep", sequence_parallel: bool = False, recompute: str = "none",
                  offload: str = "none", reference: bool | None = None, reference_residency: str = "device",
                  deepspeed: Mapping[str, Any] | None = None, megatron: Mapping[str, Any] | None = None,
-                 seed: int = 0, timeout_s: float = 600):  # fmt: skip
+                 seed: int = 0, timeout_s: float = 600, num_gpus: int | None = None):  # fmt: skip
         deepspeed, megatron = dict(deepspeed or {}), dict(megatron or {})
         problems = passthrough_problems("deepspeed", deepspeed) + passthrough_problems("megatron", megatron)
         if problems:
             raise ConfigError(problems)
         self.runtime = bootstrap.init(timeout_s=timeout_s, device=device)
+        if num_gpus not in (None, self.runtime.world_size):
+            raise ValueError(f"num_gpus = {num_gpus}, but this job has {self.runtime.world_size} ranks; leave num_gpus out")
         self.algorithm = algorithm if algorithm is not None else PPOConfig(kl_coef=0.0)
         if reference is None:
             reference = self.algorithm.needs_reference
@@ -129,7 +141,7 @@ class Actor:
             train=train if stage is None else replace(train, zero=stage),
             gen=gen if isinstance(gen, GenLayout) else GenLayout.parse(gen),
             order=None if order == "auto" else tuple(order.split("-")),  # type: ignore[arg-type]
-            dtype=_dtype(dtype, self.runtime.device),
+            dtype=dtype_of(dtype, self.runtime.device),
             max_sequence_length=max_sequence_length,
             max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, cache_strategy=cache_strategy,
             staging_bytes=staging_mib << 20,
@@ -386,13 +398,3 @@ class Actor:
     def close(self) -> None:
         """Stop listening for calls of other ranks; the actor cannot switch afterwards. The job goes on."""
         self._channel.close()
-
-
-def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype == "auto":
-        return DEFAULT_DTYPES.get(device.type, torch.float32)
-    if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"dtype {dtype!r} is not supported; expected 'auto', 'bfloat16' or 'float32'")
-    return getattr(torch, dtype)

@@ -121,9 +121,10 @@ def _plan(targets: Sequence[Tensor], sources: Sequence[Tensor], device: torch.de
     launches = []
     for key in sorted(set(zip(unit.tolist(), align.tolist(), width.tolist()))):
         chosen = boxes[(unit == key[0]) & (align == key[1]) & (width == key[2])]
-        launches.append(
-            _Launch(*key, torch.from_numpy(chosen).to(device), torch.from_numpy(_tiles(chosen, key[2])).to(device))
-        )
+        launch = _Launch(*key, torch.from_numpy(chosen).to(device), torch.from_numpy(_tiles(chosen, key[2])).to(device))
+        empty = _Launch(*key, torch.zeros_like(launch.boxes[:1]), torch.zeros_like(launch.tiles[:1]))
+        empty.run()  # compiles the kernel now and not during the first copy; a box without rows touches no memory
+        launches.append(launch)
     return launches
 
 

@@ -14,6 +14,7 @@ from rl3d.data.dataset import PromptDataset, PromptStream
 from rl3d.engine.actor import Actor
 from rl3d.engine.critic import Critic
 from rl3d.engine.reward_model import RewardModel
+from rl3d.engine.session_actor import SessionActor
 from rl3d.engine.training import TrainingEngine
 from rl3d.estimate.flops import peak_flops, training_flops
 from rl3d.estimate.memory import MemoryPlan
@@ -37,7 +38,8 @@ class RLTrainer:
     Every rank of the job makes the same one and calls :meth:`train`.
 
     Args:
-        actor_model: an :class:`~rl3d.Actor`, or what it takes as ``model`` (then built with its defaults).
+        actor_model: an :class:`~rl3d.Actor`, or what it takes as ``model`` (then built with its defaults). With the actor
+            of a session (``Actor(..., num_gpus=N)``) this is a :class:`~rl3d.trainer.session_trainer.SessionTrainer`.
         tokenizer: Hugging Face tokenizer; ``None`` takes the actor's.
         dataset: rows with ``prompt`` and optional ``answer`` (a list of dicts, a Hugging Face dataset, ...), a
             :class:`~rl3d.data.dataset.PromptDataset`, or a stream over one.
@@ -57,6 +59,13 @@ class RLTrainer:
     Raises:
         ValueError: a batch larger than the data, or settings that do not fit together.
     """
+
+    def __new__(cls, actor_model: Any = None, *args: Any, **options: Any) -> Any:
+        if not isinstance(actor_model, SessionActor):
+            return super().__new__(cls)
+        from rl3d.trainer.session_trainer import SessionTrainer
+
+        return SessionTrainer(actor_model, *args, **options)
 
     def __init__(self, actor_model: Any, tokenizer: Any = None, dataset: Any = None, config: PPOConfig | None = None,
                  reward_fn: Any = None, *, rollout: RolloutConfig | None = None, trainer: TrainerConfig | None = None,
