@@ -4,7 +4,6 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from rl3d.engine.dtypes import dtype_of
 from rl3d.engine.gather import gather_from_replicas
 from rl3d.engine.hybrid import GENERATION, TRAINING, SwitchReport
 from rl3d.engine.policy import PolicyUpdate, TrainSample
+from rl3d.engine.saving import Saving
 from rl3d.engine.source import ModelSource, open_model
 from rl3d.generation.engine import OnFinish, OnStep, Request, Result, SamplingParams
-from rl3d.io.export_hf import export_hf
 from rl3d.layout import GenLayout, TrainLayout
 from rl3d.models import Architecture
 
@@ -54,7 +53,7 @@ class _Remembered:
     temperature: float
 
 
-class Actor:
+class Actor(Saving):
     """A causal language model under Megatron-core and DeepSpeed, with a switch between training and generation.
 
     Every rank of the job constructs it and makes the same calls with the same arguments (one rank is a job, too).
@@ -381,19 +380,7 @@ class Actor:
         """Run a collective operation of your own in the actor's sequence of operations; every rank must call it."""
         return self._channel.call(name, run)
 
-    # ---- saving
-
-    def save_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write a Hugging Face directory with tokenizer, chat template and generation configuration. Collective."""
-
-        def run() -> None:
-            self.hybrid.require(TRAINING, "save_hf")
-            export_hf(directory, self.source.directory, self.parts.arch, self.parts.padded_vocab,
-                      self.parts.train.weights, self.parts.groups, dtype,
-                      flat_shards=self.parts.train.zero.shards_weights)  # fmt: skip
-            self.runtime.barrier()
-
-        self._channel.call("save_hf", run)
+    # ---- the end
 
     def close(self) -> None:
         """Stop listening for calls of other ranks; the actor cannot switch afterwards. The job goes on."""

@@ -103,7 +103,7 @@ def export_hf(directory: str | Path, source: str | Path, arch: Architecture, pad
     directory = Path(directory)
     mapped = {m.spec.name: m for m in mapped_parameters(arch, padded_vocab)}
     # the tied embedding lives on the first and the last stage: the first one writes it
-    mine = [m for name, m in mapped.items() if name in tensors and not _written_elsewhere(m, groups)]
+    mine = [m for name, m in mapped.items() if name in tensors and not written_elsewhere(m, groups)]
     dtype = dtype or next(iter(tensors.values())).dtype
     if groups.dp_rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -112,11 +112,11 @@ def export_hf(directory: str | Path, source: str | Path, arch: Architecture, pad
     dist.barrier(group=groups.mp)
     if groups.dp_rank == 0 and groups.tp_rank == 0 and groups.is_first_stage:
         _write_index(directory, arch, padded_vocab, groups, dtype)
-        _write_sidecars(directory, Path(source), arch, dtype)
+        write_sidecars(directory, Path(source), arch, dtype)
     dist.barrier(group=groups.mp)
 
 
-def _written_elsewhere(mapped: MappedParameter, groups: Any) -> bool:
+def written_elsewhere(mapped: MappedParameter, groups: Any) -> bool:
     return mapped.spec.place == "pre+post" and not groups.is_first_stage
 
 
@@ -140,7 +140,7 @@ def _write_stage(directory: Path, arch: Architecture, mine: list[MappedParameter
         for m in mine:
             shard = tensors[m.spec.name]
             if flat_shards:
-                joined = _join_flat(shard, m.spec.local_shape(groups.tp_size), groups)
+                joined = join_flat(shard, m.spec.local_shape(groups.tp_size), groups)
                 if joined is None:
                     continue
                 shard = joined
@@ -159,7 +159,7 @@ def _write_stage(directory: Path, arch: Architecture, mine: list[MappedParameter
         stream.close()
 
 
-def _join_flat(part: Tensor, shape: tuple[int, ...], groups: Any) -> Tensor | None:
+def join_flat(part: Tensor, shape: tuple[int, ...], groups: Any) -> Tensor | None:
     """A tensor-parallel shard from its flat parts, on data-parallel rank 0, ``None`` elsewhere. Collective over dp."""
     part = part.detach().contiguous()
     first = dist.get_process_group_ranks(groups.dp)[0]
@@ -207,7 +207,7 @@ def _write_index(directory: Path, arch: Architecture, padded_vocab: int, groups:
     _write_atomically(index, text + "\n")
 
 
-def _write_sidecars(directory: Path, source: Path, arch: Architecture, dtype: torch.dtype) -> None:
+def write_sidecars(directory: Path, source: Path, arch: Architecture, dtype: torch.dtype) -> None:
     config = json.loads((source / "config.json").read_text())
     config["vocab_size"] = arch.vocab_size
     config.pop("torch_dtype", None)

@@ -125,6 +125,7 @@ def _life(root: Path, tied: bool, train: str, gen: str, copy: str, **memory: Any
     learned = compare(generation, actor.hybrid.training_fingerprints())
     name = f"export-{copy}-{train}"
     actor.save_hf(root / name)
+    actor.save_megatron(root / f"megatron-{name}")
     after = actor.rollout(prompts(), max_new_tokens=NEW_TOKENS, stop_token_ids=[])
     return {
         "copy": copy, "trips": trips, "profile": profile, "trace": trace, "changed": len(moved), "parameters": len(before),

@@ -3,7 +3,11 @@
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
+from rl3d.io.compare import changes
+from rl3d.io.convert import megatron_to_hf
+from rl3d.io.source import Source
 from tests.ranks import run_ranks
 from tests.reference import hf_llama, response_logprobs, save_llama, sequences
 
@@ -109,6 +113,22 @@ def test_the_export_computes_what_the_trained_actor_computes(root, facts):
             with torch.no_grad():
                 expected = response_logprobs(model, torch.tensor(prompt + response), len(prompt))
             assert torch.tensor(logprobs) == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_megatron_export_holds_the_same_weights_shard_by_shard(root, facts, tmp_path):
+    for life in facts["life"]:
+        place, layout = root / f"megatron-{life['export']}", life["export"].split("-")[-1]
+        megatron_to_hf(place, tmp_path / life["export"])
+        found, right = (
+            {k: t for file in directory.glob("*.safetensors") for k, t in load_file(file).items()}
+            for directory in (tmp_path / life["export"], root / life["export"])
+        )
+        assert found.keys() == right.keys() and all(torch.equal(found[k], right[k]) for k in right)
+        assert changes(Source(place)) == []
+        tp, pp = (int(word[2:]) for word in layout.split(".")[:2])
+        assert sorted(p.name for p in place.glob("*.distcp")) == [f"__{rank}_0.distcp" for rank in range(tp * pp)]
+        whole = sum(p.stat().st_size for p in place.glob("*.distcp"))
+        assert max(p.stat().st_size for p in place.glob("*.distcp")) < 2 * whole / (tp * pp)
 
 
 def test_the_file_and_the_layouts_have_the_same_fingerprints(facts):
