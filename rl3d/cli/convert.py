@@ -37,7 +37,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     out = work("export", _export, "Megatron -> HF: a directory that transformers and vLLM load.")
     out.add_argument("source", metavar="SRC", help="Megatron torch_dist directory, rl3d checkpoint, .bin or GGUF")
     recut = work("reshard", _reshard, "Megatron -> Megatron: cut as the ranks of another layout would have saved it.")
-    recut.add_argument("source", metavar="SRC", help="Megatron torch_dist directory")
+    recut.add_argument("source", metavar="SRC", help="Megatron torch_dist directory, or the weights of an rl3d checkpoint")
     for sub in (out, recut):
         sub.add_argument("--hf", metavar="DIR", help="config.json and tokenizer, for a checkpoint that has none beside it")
     for sub in (into, recut):

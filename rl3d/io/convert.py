@@ -44,7 +44,8 @@ def hf_to_megatron(src: str | Path, dst: str | Path, *, dtype: str | None = None
 def reshard(src: str | Path, dst: str | Path, *, tp: int = 1, pp: int = 1, ep: int = 1, hf: str | Path | None = None,
             dtype: str | None = None, vocab_multiple: int = 128, max_shard_size: int = 5_000_000_000, **options: Any,
             ) -> dict[str, Any]:  # fmt: skip
-    """Write the weights of a ``torch_dist`` checkpoint anew, cut as the ranks of another layout would have saved them.
+    """Write the weights of a ``torch_dist`` checkpoint, or of one of an rl3d run, cut as the ranks of another layout would
+    have saved them.
 
     Args, result and errors as :func:`hf_to_megatron` and :func:`megatron_to_hf`.
     """
@@ -198,7 +199,7 @@ def _facts(mapped: MappedParameter, value: Tensor) -> dict[str, Any]:
 
 
 _SOURCES = {"import": ("hf", "bin", "gguf", "random", "rl3d"), "export": ("torch_dist", "bin", "gguf", "random", "rl3d"),
-            "reshard": ("torch_dist",)}  # fmt: skip
+            "reshard": ("torch_dist", "rl3d")}  # fmt: skip
 
 
 def _source(path: str | Path, work: str, hf: str | Path | None, dtype: str | None) -> Source:

@@ -7,6 +7,7 @@ bytes are right, and ends in the bytes that an undisturbed one would have writte
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -117,7 +118,8 @@ def write_directory(final: Path, identity: dict[str, Any], groups: Sequence[Grou
         overwrite: replace a ``final`` that exists, once the new one is complete.
 
     Raises:
-        ConvertError: ``final`` exists, too little space, or nothing to resume from.
+        ConvertError: ``final`` exists or is being written, too little space, nothing to resume from, or the disk failed
+            (what is there can be resumed then).
         CheckpointError: from a group's ``make``; nothing is left behind then.
     """
     if final.exists() and not overwrite:
@@ -125,14 +127,18 @@ def write_directory(final: Path, identity: dict[str, Any], groups: Sequence[Grou
     partial = partial_directory(final)
     sizes = file_sizes(groups, headers)
     _require_space(partial, sum(sizes.values()), resume)
+    _require_nobody(partial)
     _prepare(partial, identity, resume)
     progress = Progress(sum(sizes.values()), show)
-    try:
-        records = _write_groups(partial, groups, headers, sizes, progress, jobs)
-        finish(partial, records)
-    except CheckpointError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with _held(partial):
+        try:
+            records = _write_groups(partial, groups, headers, sizes, progress, jobs)
+            finish(partial, records)
+        except CheckpointError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        except OSError as error:
+            raise ConvertError(f"{partial}: {error}; --resume goes on from here once that is mended") from error
     for leftover in (JOURNAL_FILE, PLAN_FILE):
         (partial / leftover).unlink()
     _sync(partial)
@@ -174,6 +180,32 @@ def _require_space(partial: Path, total: int, resume: bool) -> None:
         raise ConvertError(
             f"{partial.parent}: {total - there:,} bytes to write, {free:,} free; make room or choose another place"
         )
+
+
+@contextlib.contextmanager
+def _held(partial: Path) -> Iterator[None]:
+    """Marks the directory as in use by this process, until it ends in whatever way."""
+    handle = os.open(partial, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems lock no directories
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _require_nobody(partial: Path) -> None:
+    if not partial.exists():
+        return
+    handle = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConvertError(f"{partial} is being written by another process; wait for it, or choose another name") from None
+    except OSError:
+        return
+    finally:
+        os.close(handle)
 
 
 class _Files:

@@ -71,7 +71,10 @@ def encode(value: Tensor, write: Callable[[Any], Any]) -> None:
     """Write the bytes that stand for one piece of a tensor in a data file, without a second copy of it in memory."""
     value = value.contiguous()
     exact = torch.from_numpy(value.view(-1).view(torch.uint8).numpy())  # a storage of its own, in the same memory:
-    torch.save(exact.view(value.dtype).view(value.shape), cast(Any, _Stream(write)))  # whole storages are saved
+    stream = _Stream(write)
+    torch.save(exact.view(value.dtype).view(value.shape), cast(Any, stream))  # whole storages are saved
+    if stream.error is not None:
+        raise stream.error
 
 
 class _Counter:
@@ -88,13 +91,18 @@ class _Counter:
 
 
 class _Stream:
-    """A file that can only be written, from front to back."""
+    """A file that can only be written, from front to back. An error is kept: torch.save would hide it behind its own."""
 
     def __init__(self, write: Callable[[Any], Any]):
         self._write = write
+        self.error: OSError | None = None
 
     def write(self, block: Any) -> int:
-        self._write(block)
+        if self.error is None:
+            try:
+                self._write(block)
+            except OSError as error:
+                self.error = error
         return len(block)
 
     def flush(self) -> None:

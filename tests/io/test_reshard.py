@@ -73,6 +73,17 @@ def test_any_cut_comes_back_the_same(source: Path, tmp_path: Path) -> None:
     assert main(["convert", "verify", str(tmp_path / "b")]) == 0
 
 
+def test_weights_of_a_run_are_cut_for_another_layout(source: Path, tmp_path: Path) -> None:
+    step = tmp_path / "step_000003"
+    step.mkdir()
+    (step / "state.json").write_text("{}")
+    (step / "hf").symlink_to(source)
+    assert main(["convert", "reshard", str(step), str(tmp_path / "b"), "--tp", "2", "--pp", "2"]) == 0
+    megatron_to_hf(tmp_path / "b", tmp_path / "back")
+    assert same(tensors(source), tensors(tmp_path / "back"))
+    assert {p.name for p in (tmp_path / "b").glob("*.distcp")} == {f"__{rank}_0.distcp" for rank in range(4)}
+
+
 def test_layouts_that_cannot_be_are_refused(source: Path, tmp_path: Path, capsys: Any) -> None:
     hf_to_megatron(source, tmp_path / "a")
     with pytest.raises(LayoutError, match="does not divide by tp = 5"):

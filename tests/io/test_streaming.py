@@ -1,5 +1,6 @@
 """The converter on checkpoints that are too large to be convenient: memory, real kills, and taking up what they left."""
 
+import errno
 import os
 import shutil
 import signal
@@ -88,3 +89,37 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypa
     with pytest.raises(ConvertError, match=r"[\d,]+ bytes to write, 100,000 free"):
         hf_to_megatron(source, tmp_path / "made" / "m")
     assert not (tmp_path / "made").exists()
+
+
+def test_a_disk_that_fails_leaves_something_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = save(tmp_path, "mistral"), tmp_path / "m"
+    hf_to_megatron(source, tmp_path / "right")
+    write, left = os.pwrite, [200_000]
+
+    def full(handle: int, data: bytes, offset: int) -> int:
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(handle, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ConvertError, match="No space left on device; --resume goes on"):
+        hf_to_megatron(source, target)
+    assert not target.exists() and journaled(target) >= 1
+    monkeypatch.setattr(os, "pwrite", write)
+    hf_to_megatron(source, target, resume=True)
+    assert hashes(target) == hashes(tmp_path / "right")
+
+
+def test_two_conversions_do_not_write_one_directory(tmp_path: Path) -> None:
+    source, target = save(tmp_path, "mistral"), tmp_path / "m"
+    refused: list[str] = []
+
+    def second(*_: float) -> None:
+        if not refused:
+            with pytest.raises(ConvertError, match="is being written by another process") as error:
+                hf_to_megatron(source, target, resume=True)
+            refused.append(str(error.value))
+
+    hf_to_megatron(source, target, show=second)
+    assert refused and target.exists()
