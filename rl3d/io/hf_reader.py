@@ -45,7 +45,7 @@ class HFReader:
         index, single = self.directory / self.index_file, self.directory / self.single_file
         if index.is_file():
             try:
-                self._files = dict(json.loads(index.read_text())["weight_map"])
+                self._files = dict(json.loads(index.read_text(), object_pairs_hook=_once)["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from None
             missing = sorted({name for name in self._files.values() if not (self.directory / name).is_file()})
@@ -145,6 +145,15 @@ class HFReader:
         if problems:
             shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             raise CheckpointError(f"{self.directory} does not match its config.json: {shown}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys must differ; Python's reader takes the last of two."""
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is listed twice")
+    return out
 
 
 class BinReader(HFReader):

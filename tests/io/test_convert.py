@@ -126,6 +126,12 @@ def test_damaged_files_and_indices_are_refused(root: Path, tmp_path: Path) -> No
     (lists / index_file).write_text(json.dumps({"weight_map": {**index["weight_map"], moved: other}}))
     refuse(lists, f"{moved} in .*where the index does not place it|places '{moved}' in {other}, but it is not there")
 
+    listed = copy("listed")
+    text = (listed / index_file).read_text()
+    entry = f'"{moved}": "{index["weight_map"][moved]}",'
+    (listed / index_file).write_text(text.replace(entry, f'{entry} "{moved}": "{other}",'))
+    refuse(listed, f"{moved}.* is listed twice")
+
     twice = copy("twice")
     held = load_file(twice / other)
     save_file({**held, moved: torch.zeros(1)}, twice / other)
