@@ -202,7 +202,8 @@ def _verify_logits(args: argparse.Namespace, first: Any, second: Any) -> int:
 
 
 def _families(args: argparse.Namespace) -> int:
-    from rl3d.models import FAMILIES
+    from rl3d.models import trained_families
 
-    print("\n".join(sorted(FAMILIES)))
+    for name, why_not in sorted(trained_families().items(), key=lambda item: (item[1] != "", item[0])):
+        print(f"{name:<12} {'converted only: ' + why_not if why_not else 'converted and trained'}")
     return 0

@@ -14,6 +14,7 @@ from rl3d.io.export_hf import safetensors_header
 from rl3d.io.hf_reader import INDEX_FILE, SINGLE_FILE
 from rl3d.io.placement import Placement, Region
 from rl3d.io.source import DTYPES, HF_FOLDER, MANIFEST_FILE, Source
+from rl3d.io.stored_names import StoredNames
 from rl3d.io.stream import ConvertError, Extent, Group, Record, file_sizes, write_directory
 from rl3d.models import MappedParameter, hf_shapes, mapped_parameters
 from rl3d.reshard.fingerprint import fingerprint_tensor, fold
@@ -56,24 +57,25 @@ def reshard(src: str | Path, dst: str | Path, *, tp: int = 1, pp: int = 1, ep: i
 def _to_megatron(source: Source, dst: Path, layout: tuple[int, int, int], vocab_multiple: int, max_shard_size: int,
                  options: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
     arch = source.arch
-    experts = 1 + max((m.spec.expert for m in source.parameters if m.spec.expert is not None), default=-1)
-    placement = Placement(arch.num_layers, *layout, experts=experts)
+    placement = Placement(arch.num_layers, *layout, experts=arch.num_experts)
     padded = mapped_parameters(arch, arch.padded_vocab(layout[0], multiple=vocab_multiple))
     files = _FileNames(max_shard_size)
     lengths: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+    names = StoredNames([m.spec for m in padded])
 
     def group(mapped: MappedParameter) -> tuple[Group, list[Region]]:
         spec, kind, extents = mapped.spec, source.dtype_of(mapped), []
-        regions = placement.regions(spec)
+        regions, front = placement.regions(spec), (1,) * len(names.written(spec)[0].front)
         for region in regions:
-            key = torch_dist.stacked(spec, region.sizes), kind
+            key = (*front, *region.sizes), kind
             if key not in lengths:
                 lengths[key] = torch_dist.encoded_size(*key)
             extents.append(Extent(files.take(region.rank, lengths[key]), lengths[key]))
 
         def make() -> tuple[list[Any], dict[str, Any]]:
             value = source.read(mapped)
-            return [partial(_write_region, mapped, value, r) for r in regions], _facts(mapped, value)
+            stacked = value.view(*front, *spec.shape)
+            return [partial(_write_region, stacked, r) for r in regions], _facts(mapped, value)
 
         return Group(spec.name, tuple(extents), make), regions
 
@@ -86,7 +88,7 @@ def _to_megatron(source: Source, dst: Path, layout: tuple[int, int, int], vocab_
             for (g, regions), record in zip(pairs, records, strict=True)
         }  # fmt: skip
         dtypes = {m.spec.name: source.dtype_of(m) for m in padded}
-        torch_dist.write_metadata(directory, [m.spec for m in padded], dtypes, places, arch.num_layers)
+        torch_dist.write_metadata(directory, [m.spec for m in padded], dtypes, places)
         source.copy_sidecars(directory / HF_FOLDER)
         return {"format": "torch_dist", "padded_vocab": padded[0].spec.shape[0]}
 
@@ -176,10 +178,12 @@ class _FileNames:
         return f"__{rank}_{self.number(rank, length)}.distcp"
 
 
-def _write_region(mapped: MappedParameter, value: Tensor, region: Region, write: Callable[[Any], Any]) -> None:
+def _write_region(value: Tensor, region: Region, write: Callable[[Any], Any]) -> None:
+    """``value`` may have dimensions of one in front of the region's."""
+    front = value.ndim - len(region.sizes)
     for axis, (start, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
-        value = value.narrow(axis, start, size)
-    torch_dist.encode(value[None] if mapped.spec.layer is not None else value, write)
+        value = value.narrow(front + axis, start, size)
+    torch_dist.encode(value, write)
 
 
 def _write_tensors(mapped: MappedParameter, value: Tensor, write: Callable[[Any], Any]) -> None:

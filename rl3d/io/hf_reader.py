@@ -118,9 +118,13 @@ class HFReader:
             raise CheckpointError(f"{self.directory / self.index_file} places {name!r} in {file}, but it is not there")
         return handle.get_slice(name)
 
-    def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> Tensor:
-        """Rows ``[a, b)`` of a tensor, optionally only columns ``[a, b)``."""
+    def read(self, name: str, rows: tuple[int, int], columns: tuple[int, int] | None = None,
+             matrix: int | None = None) -> Tensor:  # fmt: skip
+        """Rows ``[a, b)`` of a tensor, optionally only columns ``[a, b)``; of one matrix of a stack of them."""
         part = self._slice(name)
+        if matrix is not None:
+            across = slice(None) if columns is None else slice(*columns)
+            return part[matrix : matrix + 1, rows[0] : rows[1], across][0]
         if columns is None:
             return part[rows[0] : rows[1]]
         return part[rows[0] : rows[1], columns[0] : columns[1]]

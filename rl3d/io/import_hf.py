@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from rl3d.io.finite import all_finite
+from rl3d.io.fused import FusedReader
 from rl3d.io.hf_reader import CheckpointError, HFReader, open_hf
 from rl3d.io.random_reader import RandomReader, is_random
 from rl3d.models import Architecture, MappedParameter, hf_shapes, mapped_parameters
 
+Reader = HFReader | FusedReader | RandomReader
 _BLOCK_BYTES = 32 << 20  # read at a time, so that a large tensor is not in memory twice
 
 
@@ -44,7 +46,7 @@ def import_hf(directory: str | Path, arch: Architecture, padded_vocab: int, tens
             read_shard(reader, mapped[name], tp_size, tp_rank, tensor)
 
 
-def read_shard(reader: HFReader | RandomReader, mapped: MappedParameter, tp_size: int, tp_rank: int, out: Tensor) -> None:
+def read_shard(reader: Reader, mapped: MappedParameter, tp_size: int, tp_rank: int, out: Tensor) -> None:
     """Read one rank's shard of one parameter into ``out`` (local shape)."""
     spec = mapped.spec
     if tuple(out.shape) != spec.local_shape(tp_size):
@@ -74,7 +76,7 @@ def read_shard(reader: HFReader | RandomReader, mapped: MappedParameter, tp_size
             _copy(part, reader, s.hf_name, (s.hf_start, s.hf_start + s.length), columns)
 
 
-def _copy(target: Tensor, reader: HFReader | RandomReader, name: str, rows: tuple[int, int],
+def _copy(target: Tensor, reader: Reader, name: str, rows: tuple[int, int],
           columns: tuple[int, int] | None = None) -> None:  # fmt: skip
     step = max(1, _BLOCK_BYTES // max(1, target[:1].numel() * 8))
     for start in range(0, rows[1] - rows[0], step):
@@ -82,7 +84,7 @@ def _copy(target: Tensor, reader: HFReader | RandomReader, name: str, rows: tupl
         _copy_block(target[start:stop], reader.read(name, (rows[0] + start, rows[0] + stop), columns), reader, name)
 
 
-def _copy_block(target: Tensor, value: Tensor, reader: HFReader | RandomReader, name: str) -> None:
+def _copy_block(target: Tensor, value: Tensor, reader: Reader, name: str) -> None:
     if not value.is_floating_point():
         raise CheckpointError(f"{name} has dtype {value.dtype} in {reader.file(name)}; expected floating-point weights")
     if not all_finite(value):

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from rl3d.io.export_hf import TEMPLATES_FOLDER
 from rl3d.io.finite import all_finite
+from rl3d.io.fused import FusedReader
 from rl3d.io.gguf import GGUFReader, find_gguf
 from rl3d.io.hf_reader import CheckpointError, ConfigurationMissing, HFReader, is_bin, open_hf
 from rl3d.io.import_hf import read_shard
 from rl3d.io.random_reader import RANDOM_FILE, RandomReader, is_random
 from rl3d.io.torch_dist import TRACKER_FILE, TorchDistReader, is_torch_dist
-from rl3d.models import Architecture, MappedParameter, hf_shapes, mapped_parameters
+from rl3d.models import Architecture, MappedParameter, fused_tensors, hf_shapes, mapped_parameters
 from rl3d.reshard.fingerprint import fingerprint_tensor
 
 MANIFEST_FILE = "conversion.json"
@@ -48,7 +49,7 @@ class Source:
 
     def __init__(self, path: str | Path, hf: str | Path | None = None, dtype: torch.dtype | None = None):
         self.path = self.weights = Path(path)
-        self._reader: HFReader | TorchDistReader | RandomReader
+        self._reader: HFReader | FusedReader | TorchDistReader | RandomReader
         gguf = find_gguf(self.path)
         if gguf is None and not self.path.is_dir():
             raise CheckpointError(f"{path}: no such directory; expected a Hugging Face or Megatron checkpoint")
@@ -70,12 +71,14 @@ class Source:
             elif is_bin(self.path):
                 self.kind = "bin"
             self.sidecars = self.weights
-        self.arch = Architecture.from_hf(self.sidecars)
+        self.arch = Architecture.from_hf(self.sidecars, convert_only=True)
         self.config: dict[str, Any] = json.loads((self.sidecars / "config.json").read_text())
         self.parameters = mapped_parameters(self.arch, self.arch.vocab_size)
         if self.kind not in ("torch_dist", "gguf"):
             drawn = self.kind == "random"
             self._reader = RandomReader(self.weights, torch.device("cpu")) if drawn else open_hf(self.weights)
+        if isinstance(self._reader, HFReader) and self.arch.experts is not None:
+            self._reader = FusedReader(self._reader, fused_tensors(self.arch))
         self._prove()
         self.dtype = dtype or self._one_dtype()
 
@@ -93,11 +96,11 @@ class Source:
             return
         head = "lm_head.weight"
         self._reader.check(hf_shapes(self.arch), tied_head=head if self.arch.tied else None)
-        if self.arch.tied and isinstance(self._reader, HFReader) and head in self._reader.names:
+        if self.arch.tied and isinstance(self._reader, HFReader | FusedReader) and head in self._reader.names:
             self._require_equal("model.embed_tokens.weight", head)
 
     def _require_equal(self, name: str, other: str) -> None:
-        assert isinstance(self._reader, HFReader)
+        assert isinstance(self._reader, HFReader | FusedReader)
         shapes = [self._reader.shape(n) for n in (name, other)]
         step = max(1, _CHUNK // (4 * shapes[0][1]))
         equal = shapes[0] == shapes[1] and all(
@@ -121,7 +124,8 @@ class Source:
         found = self.file_dtypes()
         kinds = list(found.values())
         common = max(set(kinds), key=kinds.count)
-        other = [f"{name} has dtype {dtype}" for name, dtype in found.items() if dtype != common]
+        own = {name for m in self.parameters if m.keeps_dtype for name in (m.spec.name, *(s.hf_name for s in m.segments))}
+        other = [f"{name} has dtype {dtype}" for name, dtype in found.items() if dtype != common and name not in own]
         if other:
             shown = "; ".join(other[:8]) + (f"; and {len(other) - 8} more" if len(other) > 8 else "")
             raise CheckpointError(
@@ -133,8 +137,12 @@ class Source:
         return common
 
     def dtype_of(self, mapped: MappedParameter) -> torch.dtype:
-        """What :meth:`read` gives the parameter as."""
-        return self.dtype
+        """What :meth:`read` gives the parameter as: the checkpoint's dtype, or its own where it must keep it."""
+        if not mapped.keeps_dtype or isinstance(self._reader, RandomReader):
+            return self.dtype
+        if isinstance(self._reader, TorchDistReader):
+            return self._reader.dtype(mapped.spec)
+        return self._reader.dtype(mapped.segments[0].hf_name)
 
     @torch.no_grad()
     def read(self, mapped: MappedParameter) -> Tensor:
@@ -143,11 +151,11 @@ class Source:
         Raises :class:`CheckpointError` for values that are not finite, as stored or as converted.
         """
         if not isinstance(self._reader, TorchDistReader):
-            out = torch.empty(mapped.spec.shape, dtype=self.dtype)
+            out = torch.empty(mapped.spec.shape, dtype=self.dtype_of(mapped))
             read_shard(self._reader, mapped, 1, 0, out)
             return out
         stored = self._reader.read(mapped.spec)
-        out = stored.to(self.dtype)
+        out = stored.to(self.dtype_of(mapped))
         if out.dtype != stored.dtype and not all_finite(out):
             raise CheckpointError(f"{mapped.spec.name} in {self.weights} holds values beyond {self.dtype}; choose another")
         return out

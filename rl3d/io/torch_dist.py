@@ -1,13 +1,13 @@
 """megatron-core's ``torch_dist`` directories, without a model and without holding more than one parameter.
 
-They are torch.distributed.checkpoint directories plus ``metadata.json``. Equal layers are stacked into one tensor
-[layers, ...] named without the layer's number, and the norms before a projection carry Transformer Engine's names.
+They are torch.distributed.checkpoint directories plus ``metadata.json``; :mod:`rl3d.io.stored_names` says how parameters
+are called in them.
 """
 
 import json
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -26,33 +26,11 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from rl3d.io.finite import all_finite
 from rl3d.io.hf_reader import CheckpointError
+from rl3d.io.stored_names import Stored, StoredNames
 from rl3d.layout import ParamSpec
 
 CONFIG_FILE, METADATA_FILE, COMMON_FILE = "metadata.json", ".metadata", "common.pt"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-# megatron-core's names in its own ("local") modules -> with Transformer Engine, and in every file
-_TE_NORMS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-
-
-def stored_name(spec: ParamSpec) -> str:
-    """Name of the (stacked) tensor that holds the parameter."""
-    if spec.layer is None:
-        return spec.name
-    rest = spec.name.removeprefix(f"decoder.layers.{spec.layer}.")
-    return f"decoder.layers.{_TE_NORMS.get(rest, rest)}"
-
-
-def _names(spec: ParamSpec) -> list[tuple[str, bool]]:
-    """(name, stacked) under which files in use hold the parameter."""
-    if spec.layer is None:
-        return [(spec.name, False)]
-    head = f"decoder.layers.{spec.layer}."
-    rest = spec.name.removeprefix(head)
-    variants = dict.fromkeys((_TE_NORMS.get(rest, rest), rest))
-    return [(f"decoder.layers.{v}", True) for v in variants] + [(head + v, False) for v in variants]
 
 
 def encoded_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -119,27 +97,29 @@ class Place(NamedTuple):
     length: int
 
 
-def write_metadata(directory: Path, specs: Iterable[ParamSpec], dtypes: Mapping[str, torch.dtype],
-                   places: Mapping[str, Sequence[Place]], layers: int) -> None:  # fmt: skip
-    """Complete a directory whose data files hold what :func:`encode` gave, each piece with :func:`stacked` in front.
+def write_metadata(directory: Path, specs: Sequence[ParamSpec], dtypes: Mapping[str, torch.dtype],
+                   places: Mapping[str, Sequence[Place]]) -> None:  # fmt: skip
+    """Complete a directory whose data files hold what :func:`encode` gave, each piece with one dimension in front for
+    every number in the index of its parameter.
 
     Args:
+        specs: all parameters of the model.
         dtypes: canonical name -> dtype.
         places: canonical name -> its pieces, which cover it once.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
+    names = StoredNames(specs)
     for spec in specs:
-        name = stored_name(spec)
-        shape = torch.Size(spec.shape if spec.layer is None else (layers, *spec.shape))
-        if name not in tensors:
-            tensors[name] = TensorStorageMetadata(TensorProperties(dtypes[spec.name]), shape, [])
-        for place in places[spec.name]:
-            offsets = torch.Size(place.offsets if spec.layer is None else (spec.layer, *place.offsets))
-            sizes = torch.Size(stacked(spec, place.sizes))
-            # interned: pickle tells objects apart
-            storage[MetadataIndex(name, offsets)] = _StorageInfo(sys.intern(place.file), place.start, place.length)
-            tensors[name].chunks.append(ChunkStorageMetadata(offsets, sizes))
+        for name, index, extent in names.written(spec):
+            if name not in tensors:
+                shape = torch.Size((*extent, *spec.shape))
+                tensors[name] = TensorStorageMetadata(TensorProperties(dtypes[spec.name]), shape, [])
+            for place in places[spec.name]:
+                offsets, sizes = torch.Size((*index, *place.offsets)), torch.Size((*[1] * len(index), *place.sizes))
+                # interned: pickle tells objects apart
+                storage[MetadataIndex(name, offsets)] = _StorageInfo(sys.intern(place.file), place.start, place.length)
+                tensors[name].chunks.append(ChunkStorageMetadata(offsets, sizes))
     metadata = Metadata(tensors, planner_data={n: (n,) for n in tensors}, storage_data=storage, version="1.0.0")  # type: ignore
     with (directory / METADATA_FILE).open("wb") as file:
         pickle.dump(metadata, file)
@@ -147,11 +127,6 @@ def write_metadata(directory: Path, specs: Iterable[ParamSpec], dtypes: Mapping[
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
               "common_backend_version": 1}  # fmt: skip
     (directory / CONFIG_FILE).write_text(json.dumps(config))
-
-
-def stacked(spec: ParamSpec, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape in the files of a piece of a parameter: layers are stacked along a dimension in front."""
-    return sizes if spec.layer is None else (1, *sizes)
 
 
 def checkpoint_directory(path: Path) -> Path:
@@ -227,6 +202,7 @@ class TorchDistReader:
                     f"{flat[0]} is stored in a reformulated layout in {file}; save it with torch_dist again"
                 )
         self._tensors = {k: v for k, v in tensors.items() if isinstance(v, TensorStorageMetadata)}
+        self._stored: dict[str, Stored] = {}
 
     def check(self, specs: Sequence[ParamSpec]) -> None:
         """Prove that the directory holds exactly the parameters of a model, whole, before any is read.
@@ -237,19 +213,18 @@ class TorchDistReader:
             CheckpointError: missing, unexpected, mis-shaped, mis-typed or truncated tensors, each by name.
         """
         problems, used = [], set()
-        layers = len({s.layer for s in specs if s.layer is not None})
+        names = StoredNames(specs)
         for spec in specs:
-            found = self._find(spec)
-            if found is None:
-                problems.append(f"missing: {spec.name} (as {stored_name(spec)})")
+            variants = names.readable(spec)
+            found = [v for v in variants if v.name in self._tensors]
+            if not found:
+                problems.append(f"missing: {spec.name} (as {variants[0].name})")
                 continue
-            name, stacked = found
-            used.add(name)
-            meta, shape = self._tensors[name], tuple(self._tensors[name].size)
-            right = (layers, *spec.shape) if stacked else spec.shape
-            rows = 1 if stacked else 0
+            used |= {v.name for v in found if self._same(found[0], v)}
+            name, index, extent = self._stored[spec.name] = found[0]
+            meta, shape, right = self._tensors[name], tuple(self._tensors[name].size), (*extent, *spec.shape)
             fits = len(shape) == len(right) and all(
-                a == b or (spec.valid_rows is not None and i == rows and a >= b)
+                a == b or (spec.valid_rows is not None and i == len(index) and a >= b)
                 for i, (a, b) in enumerate(zip(shape, right))
             )
             if not fits:
@@ -298,33 +273,35 @@ class TorchDistReader:
             (name, tuple(meta.size), meta.properties.dtype, len(meta.chunks)) for name, meta in sorted(self._tensors.items())
         ]
 
-    def _find(self, spec: ParamSpec) -> tuple[str, bool] | None:
-        return next(((n, stacked) for n, stacked in _names(spec) if n in self._tensors), None)
+    def _same(self, one: Stored, other: Stored) -> bool:
+        """Whether two names stand for the same bytes, as written here; anything else is a tensor too many."""
+        return one == other or one.front == other.front and all(
+            (info := self._storage.get(MetadataIndex(other.name, chunk.offsets))) is not None
+            and info == self._storage.get(MetadataIndex(one.name, chunk.offsets))
+            for chunk in self._tensors[one.name].chunks
+        )  # fmt: skip
 
     def dtype(self, spec: ParamSpec) -> torch.dtype:
-        found = self._find(spec)
-        assert found is not None, spec.name
-        return self._tensors[found[0]].properties.dtype
+        return self._tensors[self._stored[spec.name].name].properties.dtype
 
     def read(self, spec: ParamSpec) -> Tensor:
-        """The whole parameter (``spec.shape``); vocabulary rows that the file has beyond it are left out."""
-        found = self._find(spec)
-        assert found is not None, spec.name
-        name, stacked = found
-        meta = self._tensors[name]
+        """The whole parameter (``spec.shape``); vocabulary rows that the file has beyond it are left out.
+
+        :meth:`check` comes first: it finds the tensors.
+        """
+        name, index, _ = self._stored[spec.name]
+        meta, depth = self._tensors[name], len(index)
         out = torch.empty(spec.shape, dtype=meta.properties.dtype)
         for chunk in meta.chunks:
-            start, size = list(chunk.offsets), list(chunk.sizes)
-            if stacked:
-                if not start[0] <= spec.layer < start[0] + size[0]:  # type: ignore[operator]
-                    continue
-                inner = spec.layer - start[0]  # type: ignore[operator]
-                start, size = start[1:], size[1:]
+            front = list(zip(index, chunk.offsets, chunk.sizes))
+            if not all(a <= i < a + n for i, a, n in front):
+                continue
+            start, size = list(chunk.offsets)[depth:], list(chunk.sizes)[depth:]
             kept = [min(a + n, limit) - a for a, n, limit in zip(start, size, spec.shape)]
             if min(kept) <= 0:
                 continue
             value = self._load(MetadataIndex(name, chunk.offsets), tuple(chunk.sizes), meta.properties.dtype)
-            value = value[inner] if stacked else value
+            value = value[tuple(i - a for i, a, _ in front)]
             target = out
             for axis, (a, n) in enumerate(zip(start, kept)):
                 target, value = target.narrow(axis, a, n), value.narrow(axis, 0, n)

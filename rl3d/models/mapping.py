@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rl3d.layout.spec import ParamSpec
 from rl3d.models.architecture import Architecture
@@ -107,6 +108,30 @@ def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         _require_cover(name, runs, total)
         out[name] = (total, *trailing[name])
     return out
+
+
+class Fused(NamedTuple):
+    """A tensor as transformers holds it in memory: its shape, and (Hugging Face name on disk, expert or ``None``, first
+    row) of the tensors that lie in it."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, int | None, int], ...]
+
+
+def fused_tensors(arch: Architecture) -> dict[str, Fused]:
+    """Tensors of mixtures under the names and in the shapes of transformers' modules: all experts of a layer in one, gate
+    above up. Files have them where a ``state_dict()`` was saved as it is; the hub's have experts one by one.
+    """
+    rows: dict[str, tuple[tuple[int, ...], list[tuple[str, int | None, int]]]] = {}
+    for mapped in mapped_parameters(arch, arch.vocab_size) if arch.experts else []:
+        spec, head = mapped.spec, f"model.layers.{mapped.spec.layer}.mlp."
+        if spec.expert is not None:
+            name = head + ("experts.gate_up_proj" if "linear_fc1" in spec.name else "experts.down_proj")
+            shape = (arch.num_experts, *spec.shape)
+            rows.setdefault(name, (shape, []))[1].extend((s.hf_name, spec.expert, s.start) for s in mapped.segments)
+        elif spec.name.endswith(".router.weight") and mapped.segments[0].hf_name != head + "gate.weight":
+            rows[head + "gate.weight"] = (spec.shape, [(mapped.segments[0].hf_name, None, 0)])
+    return {name: Fused(shape, tuple(parts)) for name, (shape, parts) in rows.items()}
 
 
 def _require_cover(name: str, runs: list[tuple[int, int]], rows: int) -> None:

@@ -56,11 +56,11 @@ CONVERTED: dict[str, tuple[type, dict[str, Any]]] = {
                     {**_GEMMA, "query_pre_attn_scalar": 24, "layer_types": ["sliding_attention", "full_attention"] * 2,
                      "rope_parameters": {"sliding_attention": THETA, "full_attention": LINEAR}}),
     "deepseek_v3": (transformers.DeepseekV3Config,
-                    {**NO_HEAD_DIM, "num_key_value_heads": 8, "moe_intermediate_size": 32, "n_routed_experts": 8,
-                     "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "q_lora_rank": 24,
+                    {**NO_HEAD_DIM, "num_key_value_heads": 8, "moe_intermediate_size": 32, "n_routed_experts": 16,
+                     "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "q_lora_rank": 24,
                      "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
                      "rms_norm_eps": 1e-6, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
-                     "rope_parameters": YARN}),
+                     "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}),
     "deepseek_v3-whole-queries": (transformers.DeepseekV3Config,
                     {**NO_HEAD_DIM, "num_key_value_heads": 8, "moe_intermediate_size": 64, "n_routed_experts": 4,
                      "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "kv_lora_rank": 20,
@@ -72,7 +72,7 @@ EVERY = {**MODELS, **CONVERTED}
 
 def make(name: str) -> Any:
     """The model, fp32, in evaluation mode; the same weights at every call."""
-    kind, settings = EVERY[name]
+    kind, settings = {**MODELS, **CONVERTED}[name]
     torch.manual_seed(1)
     config = kind(**{"rope_parameters": dict(THETA), **settings}, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
