@@ -17,6 +17,7 @@ from rl3d.io.export_hf import join_flat, write_sidecars, written_elsewhere
 from rl3d.io.finite import all_finite
 from rl3d.io.hf_reader import CheckpointError
 from rl3d.io.source import HF_FOLDER, MANIFEST_FILE
+from rl3d.io.stored_names import StoredNames
 from rl3d.io.stream import partial_directory
 from rl3d.layout import ParamSpec
 from rl3d.layout.shards import tp_holdings
@@ -45,7 +46,7 @@ def export_megatron(directory: str | Path, source: str | Path, arch: Architectur
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier(group=groups.mp)
-    mine = _Shards(partial, groups, dtype)
+    mine = _Shards(partial, [m.spec for m in mapped], groups, dtype)
     for spec in (m.spec for m in mapped if m.spec.name in tensors and not written_elsewhere(m, groups)):
         shard: Tensor | None = tensors[spec.name].detach()
         if flat_shards:  # collective, so an error must not leave this loop
@@ -66,7 +67,8 @@ class _Shards:
         prints: fingerprint of what this rank holds of each parameter, where it is in it; those of all ranks add up.
     """
 
-    def __init__(self, partial: Path, groups: Any, dtype: torch.dtype):
+    def __init__(self, partial: Path, specs: list[ParamSpec], groups: Any, dtype: torch.dtype):
+        self._names = StoredNames(specs)
         self.items: list[dict[str, Any]] = []
         self.prints: dict[str, int] = {}
         self._error, self._groups, self._dtype = "", groups, dtype
@@ -100,7 +102,8 @@ class _Shards:
             digest.update(block)
             file.write(block)
 
-        torch_dist.encode(value.reshape(torch_dist.stacked(spec, tuple(value.shape))), write)
+        front = (1,) * len(self._names.written(spec)[0].front)
+        torch_dist.encode(value.reshape(*front, *value.shape), write)
         return {"name": spec.name, "file": self._path.name, "offset": start, "length": file.tell() - start,
                 "sha256": digest.hexdigest()}  # fmt: skip
 
@@ -132,7 +135,7 @@ def _finish(final: Path, partial: Path, first: bool, mine: tuple[str, list[dict[
         at, size = tuple(item.pop("at")), tuple(item.pop("size"))
         places[item["name"]].append(torch_dist.Place(at, size, item["file"], item["offset"], item["length"]))
         item["fingerprint"] = f"{prints[item['name']]:016x}"
-    torch_dist.write_metadata(partial, specs, dict.fromkeys(places, dtype), places, arch.num_layers)
+    torch_dist.write_metadata(partial, specs, dict.fromkeys(places, dtype), places)
     (partial / HF_FOLDER).mkdir()
     write_sidecars(partial / HF_FOLDER, source, arch, dtype)
     record = {
