@@ -19,6 +19,7 @@ from rl3d.layout import GenLayout, Mesh, ParamSpec, ShardLayout, TrainLayout
 from rl3d.models import Architecture, parameter_specs
 from rl3d.reshard import Resharder, build_plan, compare, fingerprint_shards
 from rl3d.reshard.mapping import mesh_choices
+from rl3d.reshard.spans import totals
 from rl3d.reshard.transports import CollectiveTransport, PeerTransport, Transport
 
 
@@ -113,6 +114,7 @@ class _Pair:
         return {
             "train": self.texts[0], "gen": self.texts[1], "transport": report.transport, "seconds": seconds,
             "received_max": received, "local_max": local, "bound": plan.certificate.to_json()["bound_max"],
+            "stages": totals(report.spans, depth=1),
             "staging_bytes": staging, "staging_cap": self.staging, "extra_bytes": extra, "changed": self.changed,
         }  # fmt: skip
 

@@ -110,10 +110,7 @@ def _reachable(sources: Sequence[Tensor], device: torch.device) -> bool:
 def _plan(targets: Sequence[Tensor], sources: Sequence[Tensor], device: torch.device) -> list[_Launch]:
     """One launch for each combination of unit and tile width that occurs; units as wide as all addresses allow."""
     columns = np.array([_box(source, target) for target, source in zip(targets, sources, strict=True)], dtype=np.int64)
-    size = np.bitwise_or.reduce(columns[:, [0, 1, 3, 4, 5]], axis=1)  # the lowest bit set in any of them
-    size = np.minimum(size & -size, 16)
-    unit = np.select([size >= 8, size >= 2], [8, 2], 1)
-    align = np.where(size == 16, 2, 1)  # in units: a pair of 8-byte words is loaded at once
+    unit, align = units_of(columns)
     boxes = columns.copy()
     boxes[:, 3:] //= unit[:, None]
     padded = np.stack([-(-boxes[:, 3] // width) * width * np.maximum(boxes[:, 2], _TILE // width) for width in _WIDTHS])
@@ -126,6 +123,17 @@ def _plan(targets: Sequence[Tensor], sources: Sequence[Tensor], device: torch.de
         empty.run()  # compiles the kernel now and not during the first copy; a box without rows touches no memory
         launches.append(launch)
     return launches
+
+
+def units_of(boxes: Any) -> tuple[Any, Any]:
+    """Bytes that a lane copies, 8, 2 or 1, and how many such units addresses, rows and pitches are multiples of.
+
+    Args:
+        boxes: int64 [B, 6]: two addresses, rows, and bytes of a row and from row to row at both ends.
+    """
+    size = np.bitwise_or.reduce(boxes[:, [0, 1, 3, 4, 5]], axis=1)  # what divides all is the lowest bit set in any
+    size = np.minimum(size & -size, 16)
+    return np.select([size >= 8, size >= 2], [8, 2], 1), np.where(size == 16, 2, 1)  # two 8-byte words at once
 
 
 def _box(source: Tensor, target: Tensor) -> tuple[int, ...]:

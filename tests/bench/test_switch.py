@@ -38,6 +38,7 @@ def test_every_way_brings_every_parameter(found):
         assert case["changed"] == [] and case["transport"] == "peer"
         assert {"ours", "back", "copy", "all_gather", "megatron_core"} == case["seconds"].keys()
         assert all(0 < seconds < 20 for seconds in case["seconds"].values())
+        assert case["stages"].keys() == {"local", "copy", "wait"}, "nothing goes through staging memory"
 
 
 def test_no_rank_receives_more_than_the_bound_and_nothing_is_staged(found):

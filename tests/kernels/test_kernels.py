@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from rl3d.kernels import CopyTable, logprob_statistics
+from rl3d.kernels.strided_copy import units_of
 from tests.kernels.checks import main
 
 # rounding of the inputs' own dtype; a wrong formula is off by orders of magnitude
@@ -42,6 +44,16 @@ def test_statistics_survive_extreme_logits():
     top, total, weighted, chosen = logprob_statistics(logits, torch.tensor([0, 2]), 3, 1.0).unbind(1)
     assert top.tolist() == [1e4, -1e4] and total.tolist() == [1.0, 3.0]
     assert weighted.tolist() == [0.0, 0.0] and chosen.tolist() == [1e4, -1e4]
+
+
+def test_copies_are_as_wide_as_every_address_and_pitch_allows():
+    aligned = [4096, 1 << 40, 7, 64, 128, 256]
+    for column, value, expected in ((0, 4096, (8, 2)), (0, 4104, (8, 1)), (1, 4098, (2, 1)), (1, 4097, (1, 1)),
+                                    (2, 3, (8, 2)), (3, 72, (8, 1)), (3, 66, (2, 1)), (4, 129, (1, 1)),
+                                    (5, 260, (2, 1))):  # fmt: skip
+        box = [*aligned[:column], value, *aligned[column + 1 :]]
+        unit, align = units_of(np.array([aligned, box]))
+        assert (unit[0], align[0]) == (8, 2) and (unit[1], align[1]) == expected, (column, value)
 
 
 def test_copies_that_do_not_fit_are_named():
