@@ -146,8 +146,8 @@ _READ = {
     "rope_parameters", "rope_theta", "rope_scaling", "sliding_window", "layer_types", "max_window_layers",
 }  # fmt: skip
 _NO_COMPUTATION = {
-    "architectures", "torch_dtype", "dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
-    "initializer_range", "use_cache", "attention_dropout", "_name_or_path", "auto_map", "is_llama_config",
+    "architectures", "torch_dtype", "dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id",
+    "unk_token_id", "initializer_range", "use_cache", "attention_dropout", "_name_or_path", "auto_map", "is_llama_config",
     "rope_interleaved", "transformers.js_config", "_attn_implementation", "pretraining_tp", "quantization_config",
     "return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward", "id2label", "label2id",
     "problem_type", "is_encoder_decoder", "torchscript", "_model_name_or_path",
