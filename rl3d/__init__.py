@@ -15,6 +15,7 @@ _LAZY = {
     "Critic": "rl3d.engine.critic",
     "RLTrainer": "rl3d.trainer.trainer",
     "RewardModel": "rl3d.engine.reward_model",
+    "VLLMActor": "rl3d.engine.vllm_actor",
     "PPOConfig": "rl3d.config",
     "RolloutConfig": "rl3d.config",
     "RunConfig": "rl3d.config",

@@ -15,7 +15,8 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     sub.add_argument("model", metavar="MODEL", help="Hugging Face directory or hub id, a run (runs/NAME) or a checkpoint")
     sub.add_argument("--prompts", metavar="FILE", type=Path, required=True,
-                     help="text, one prompt a line; or .jsonl: prompt, messages or prompt_ids in each object")  # fmt: skip
+                     help="text, one prompt a line; or .jsonl: prompt, messages or prompt_ids in each object, and of its "
+                     "own id, max_new_tokens, stop, stop_token_ids, temperature, top_p, top_k, min_p, n, seed")  # fmt: skip
     sub.add_argument("--out", metavar="FILE", type=Path, help="where to; default standard output")
     sub.add_argument("--max-new-tokens", metavar="N", type=positive, default=256, help="longest response (256)")
     sub.add_argument("--temperature", metavar="T", type=float, default=1.0, help="0 is greedy (1)")
@@ -23,11 +24,14 @@ def add(commands: Any) -> None:
     sub.add_argument("--top-k", metavar="K", type=int, default=0, help="the k likeliest tokens; 0 is off (0)")
     sub.add_argument("--min-p", metavar="P", type=float, default=0.0,
                      help="tokens at least P times as likely as the likeliest; 0 is off (0)")  # fmt: skip
+    sub.add_argument("--stop", metavar="TEXT", action="append", default=[], help="a text that ends a response; repeatable")
+    sub.add_argument("--stop-token-id", metavar="ID", type=int, action="append", default=[],
+                     help="a token that ends a response, beside the model's own; repeatable")  # fmt: skip
     sub.add_argument("--n", metavar="N", type=positive, default=1, help="responses to each prompt (1)")
     sub.add_argument("--seed", metavar="SEED", type=int, default=0, help="of the sampling noise (0)")
     sub.add_argument("--tp", metavar="N", type=positive, default=1, help="ranks that share the model (1)")
-    sub.add_argument("--engine", choices=("megatron", "hf"), default="megatron",
-                     help="megatron: built in; hf: transformers' own generate, one rank (megatron)")  # fmt: skip
+    sub.add_argument("--engine", choices=("megatron", "hf", "vllm"), default="megatron",
+                     help="megatron: built in; hf: transformers' own generate, one rank; vllm (megatron)")  # fmt: skip
     sub.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (auto)")
     sub.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto",
                      help="auto: bfloat16 on CUDA, float32 on a CPU")  # fmt: skip
@@ -44,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed")
     sampling = {name: getattr(args, name) for name in names}
+    sampling |= {"stop": tuple(args.stop), "stop_token_ids": tuple(args.stop_token_id)}
     SamplingParams(**sampling)  # refuses what cannot be
     if args.engine == "hf" and args.tp > 1:
         raise ConfigError(f"--engine hf with --tp {args.tp}: transformers runs the whole model on one rank; leave --tp out")

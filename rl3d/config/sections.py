@@ -248,7 +248,17 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """How responses are sampled."""
 
-    engine: Literal["megatron"] = Field(default="megatron", description="Generation engine.")
+    engine: Literal["megatron", "hf", "vllm"] = Field(
+        default="megatron",
+        description="Generation engine. megatron: the built-in one, on weights in place. hf: transformers' model.generate() "
+        "on a whole copy of the model on each rank (layout.gen tp1). vllm: vLLM in the same processes, layout.gen its "
+        "tensor parallelism. Into the last two, weights are streamed tensor by tensor at each switch.",
+    )
+    vllm: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Passed on to vllm.LLM, for example {gpu_memory_utilization: 0.5}; keys that have a name of ours are "
+        "refused.",
+    )
     n: PositiveInt = Field(default=8, description="Samples for each prompt.")
     max_new_tokens: PositiveInt = Field(default=256, description="Longest response in tokens.")
     temperature: float = Field(default=1.0, gt=0, description="Softmax temperature; log-probabilities are taken at it.")
@@ -257,7 +267,7 @@ class RolloutConfig(Section):
     min_p: float = Field(
         default=0.0, ge=0, le=1, description="Sample among tokens at least this times as likely as the likeliest; 0: off."
     )
-    stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
+    stop: list[str] = Field(default_factory=list, description="Texts that end a response, of any length.")
     stop_token_ids: list[int] = Field(
         default_factory=list, description="Token ids that end a response, beside the model's own."
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl3d.config.base import ConfigError, Problem
+from rl3d.config.engines import engine_problems
 from rl3d.config.hub import HubError, HubId
 from rl3d.config.run import RunConfig
 from rl3d.config.shipped import folder
@@ -106,7 +107,7 @@ def check(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _layout_problems(cfg: RunConfig) -> list[Problem]:
-    problems = []
+    problems = engine_problems(cfg)
     train = cfg.layout.train_layout
     if (text := zero_problem(train, cfg.layout.offload)) is not None:
         problems.append(Problem("layout.train", text, str(train)))

@@ -74,6 +74,8 @@ class Actor(Saving):
         max_sequences: sequences decoded at once on one replica.
         max_prefill_tokens: prompt tokens in one prefill batch.
         cache_strategy: of the key/value cache: ``"adaptive"``, ``"full"`` or ``"lightweight"`` (rl3d.generation.sizing).
+        engine, engine_options: what generates: ``"megatron"``, built in; weights are streamed into ``"hf"`` (transformers,
+            gen="tp1") and ``"vllm"`` (with options of ``vllm.LLM``).
         staging_mib: cap on the staging memory of a switch, MiB per direction.
         verify: compare fingerprints of every parameter after each switch.
         transport: ``"auto"``, ``"peer"``: ranks of a host read each other's memory (if they can, must); ``"p2p"``: messages.
@@ -110,11 +112,13 @@ class Actor(Saving):
                  gen: str | GenLayout = "tp1", order: str = "auto", dtype: str | torch.dtype = "auto",
                  device: str = "auto", use_flash_attention: bool = True, algorithm: PPOConfig | None = None,
                  max_sequence_length: int | None = None, max_sequences: int = 64, max_prefill_tokens: int = 8192,
-                 cache_strategy: str = "adaptive", staging_mib: int = 48, verify: bool = False, transport: str = "auto",
-                 training_copy: str = "keep", sequence_parallel: bool = False, recompute: str = "none",
-                 offload: str = "none", reference: bool | None = None, reference_residency: str = "device",
-                 deepspeed: Mapping[str, Any] | None = None, megatron: Mapping[str, Any] | None = None,
-                 seed: int = 0, timeout_s: float = 600, num_gpus: int | None = None):  # fmt: skip
+                 cache_strategy: str = "adaptive", engine: str = "megatron",
+                 engine_options: Mapping[str, Any] | None = None, staging_mib: int = 48, verify: bool = False,
+                 transport: str = "auto", training_copy: str = "keep", sequence_parallel: bool = False,
+                 recompute: str = "none", offload: str = "none", reference: bool | None = None,
+                 reference_residency: str = "device", deepspeed: Mapping[str, Any] | None = None,
+                 megatron: Mapping[str, Any] | None = None, seed: int = 0, timeout_s: float = 600,
+                 num_gpus: int | None = None):  # fmt: skip
         deepspeed, megatron = dict(deepspeed or {}), dict(megatron or {})
         problems = passthrough_problems("deepspeed", deepspeed) + passthrough_problems("megatron", megatron)
         if problems:
@@ -143,21 +147,15 @@ class Actor(Saving):
             dtype=dtype_of(dtype, self.runtime.device),
             max_sequence_length=max_sequence_length,
             max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, cache_strategy=cache_strategy,
-            staging_bytes=staging_mib << 20,
+            engine=engine, engine_options=dict(engine_options or {}), staging_bytes=staging_mib << 20,
             verify=verify, transport=transport, training_copy=training_copy, sequence_parallel=sequence_parallel,
-            recompute=recompute,
-            offload=offload,
-            reference=reference,
-            reference_residency=reference_residency,
-            algorithm=self.algorithm,
-            use_flash_attention=use_flash_attention,
-            deepspeed=deepspeed, megatron=megatron,
+            recompute=recompute, offload=offload, reference=reference, reference_residency=reference_residency,
+            algorithm=self.algorithm, use_flash_attention=use_flash_attention, deepspeed=deepspeed, megatron=megatron,
         )  # fmt: skip
-        self.seed = seed
+        self.seed, self._rollouts = seed, 0
         self.parts = assemble(self.source.directory, self.settings, self.runtime)
         self.hybrid = self.parts.hybrid
         self._remembered: list[_Remembered] = []
-        self._rollouts = 0
         self._lock = threading.RLock()
         self._channel = ControlChannel(
             self.runtime.new_store(), self.runtime.rank, self.runtime.world_size, self._lock,
@@ -196,8 +194,10 @@ class Actor(Saving):
         """
 
         def run() -> list[Result]:
-            generator = self.hybrid.generator
-            return [] if generator is None else generator.generate(requests, on_finish, on_step)
+            if (generator := self.hybrid.generator) is None:
+                return []
+            generator.tokenizer = self.tokenizer
+            return generator.generate(requests, on_finish, on_step)
 
         return self._channel.call("sample", run)
 

@@ -17,16 +17,19 @@ from rl3d.distributed import bootstrap
 from rl3d.distributed.bootstrap import Runtime
 from rl3d.distributed.groups import GroupRegistry, ModelGroups, generation_groups, training_groups
 from rl3d.engine.download import local_directory
+from rl3d.engine.feed import WeightFeed
 from rl3d.engine.hybrid import HybridEngine
 from rl3d.engine.roles import ForwardRole
 from rl3d.engine.training import TrainingEngine
 from rl3d.engine.zero import AdamSettings, stage_run
 from rl3d.generation.attention import CachedSelfAttention
+from rl3d.generation.engine import GenerationEngine
+from rl3d.generation.load import engine_problem, make_fed_engine
 from rl3d.generation.megatron import MegatronGenerator
 from rl3d.io.import_hf import import_hf
-from rl3d.layout import GenLayout, LayoutError, Mesh, TrainLayout
+from rl3d.layout import GenLayout, GenMesh, LayoutError, Mesh, TrainLayout
 from rl3d.layout.sharding import ShardLayout
-from rl3d.models import Architecture, UnsupportedModelError, parameter_specs
+from rl3d.models import Architecture, UnsupportedModelError, mapped_parameters
 from rl3d.models.build import build_model, canonical_parameters, check_tensor_parallel
 from rl3d.models.value import value_architecture
 from rl3d.reshard.mapping import mesh_choices
@@ -46,6 +49,8 @@ class ActorSettings:
     max_sequences: int = 64
     max_prefill_tokens: int = 8192
     cache_strategy: str = "adaptive"
+    engine: str = "megatron"
+    engine_options: dict[str, Any] = field(default_factory=dict)
     staging_bytes: int = 48 << 20
     verify: bool = False
     transport: str = "auto"
@@ -94,12 +99,17 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
         raise LayoutError(f"training layout {train}: zero3 has no whole weights to drop; use training_copy='keep'")
     if settings.sequence_parallel and train.tp == 1:
         raise LayoutError(f"training layout {train}: sequence_parallel splits the sequence over tp ranks; write tp2 or more")
+    if (problem := engine_problem(settings.engine, gen.tp)) is not None:
+        raise LayoutError(f"generation layout {gen}: {problem}")
     check_tensor_parallel(arch, train.tp, "layout.train")
     check_tensor_parallel(arch, gen.tp, "layout.gen")
     padded_vocab = arch.padded_vocab(train.tp, gen.tp)
     dtype_name = str(settings.dtype).removeprefix("torch.")
-    specs = parameter_specs(arch, padded_vocab, dtype_name)
+    mapped = mapped_parameters(arch, padded_vocab, dtype_name)
+    specs = [m.spec for m in mapped]
     mesh, replicas = _meshes(specs, train, gen, settings.order, runtime)
+    if settings.engine == "vllm":  # it groups consecutive ranks itself
+        replicas = tuple(map(tuple, GenMesh(gen.tp, tuple(range(world))).groups()))
     source = ShardLayout.training(mesh, arch.num_layers, zero=train.zero, vpp=train.vpp)
     target = ShardLayout.replicas(gen.tp, replicas, arch.num_layers)
 
@@ -144,8 +154,23 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     engine = TrainingEngine(model, arch, groups, stage=train.zero, settings=adam, deepspeed=settings.deepspeed,
                             logprob_chunk=algorithm.logprob_chunk_tokens, offload=settings.offload)  # fmt: skip
 
-    generator, gen_weights = None, {}
-    if gen_groups is not None:
+    generator: GenerationEngine | None = None
+    gen_weights: dict[str, Any] = {}
+    feed = None
+    if settings.engine != "megatron":
+        fed = None
+        if gen_groups is not None:
+            generator = fed = make_fed_engine(
+                settings.engine, directory, gen_groups, device=device, dtype=dtype, max_sequences=settings.max_sequences,
+                max_sequence_length=settings.max_sequence_length, max_prefill_tokens=settings.max_prefill_tokens,
+                vocab_size=arch.vocab_size, options=settings.engine_options,
+            )  # fmt: skip
+        # such an engine cuts its own shards, so every rank takes the whole of each tensor
+        target = ShardLayout.replicas(1, [(r,) for r in sorted(r for group in replicas for r in group)], arch.num_layers)
+        feed = WeightFeed(mapped, source, target, engine.weights, None if fed is None else fed.load_weights,
+                          rank=runtime.rank, group=move_group, device=device, staging_bytes=settings.staging_bytes,
+                          nodes=runtime.nodes)  # fmt: skip
+    elif gen_groups is not None:
         gen_model = build(gen_groups, mode="generate", self_attention=CachedSelfAttention)
         gen_weights = {n: p.data for n, p in canonical_parameters(gen_model, arch, gen_groups).items()}
         generator = MegatronGenerator(
@@ -156,7 +181,7 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     hybrid = HybridEngine(
         engine, generator, gen_weights, specs=specs, source=source, target=target, group=move_group, rank=runtime.rank,
         device=device, staging_bytes=settings.staging_bytes, nodes=runtime.nodes, verify=settings.verify,
-        transport=settings.transport, training_copy=settings.training_copy,
+        transport=settings.transport, training_copy=settings.training_copy, feed=feed,
     )  # fmt: skip
     return ActorParts(arch, padded_vocab, groups, gen_groups, engine, hybrid, reference, mesh.order, build)
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl3d.engine.feed import WeightFeed
 from rl3d.engine.training import TrainingEngine
-from rl3d.generation.megatron import MegatronGenerator
+from rl3d.generation.engine import GenerationEngine
 from rl3d.layout import ParamSpec
 from rl3d.layout.sharding import ShardLayout
 from rl3d.reshard.cache import cached_plan
@@ -94,16 +95,23 @@ class HybridEngine:
         training_copy: ``"keep"`` or ``"drop"``.
         transport: ``"p2p"``: messages. ``"auto"``: ranks of a host read each other's memory where they can, and where
             none of it is freed between two switches; ``"peer"``: they must.
+        feed: brings the weights to a generator that has a model of its own, in the place of ``gen_weights``.
     """
 
-    def __init__(self, train: TrainingEngine, generator: MegatronGenerator | None, gen_weights: dict[str, Tensor], *,
+    def __init__(self, train: TrainingEngine, generator: GenerationEngine | None, gen_weights: dict[str, Tensor], *,
                  specs: Sequence[ParamSpec], source: ShardLayout, target: ShardLayout, group: Any, rank: int,
                  device: torch.device, staging_bytes: int = 48 << 20, nodes: Sequence[int] | None = None,
-                 verify: bool = False, training_copy: str = "keep", transport: str = "auto"):  # fmt: skip
+                 verify: bool = False, training_copy: str = "keep", transport: str = "auto",
+                 feed: WeightFeed | None = None):  # fmt: skip
         if training_copy not in ("keep", "drop"):
             raise ValueError(f"training_copy = {training_copy!r}: expected 'keep' or 'drop'")
         if transport not in ("p2p", "auto", "peer"):
             raise ValueError(f"transport = {transport!r}: expected 'p2p', 'auto' or 'peer'")
+        if feed is not None and (verify or training_copy == "drop" or transport == "peer"):
+            raise ValueError(
+                f"verify = {verify}, training_copy = {training_copy!r}, transport = {transport!r}: an engine with a model "
+                f"of its own has no generation weights here to compare, to rebuild from or to write into; leave them out"
+            )
         frees = training_copy == "drop" or train.zero.rests_on_host
         if transport == "peer" and frees:
             raise ValueError("transport = 'peer': training_copy='drop' and offload='params' free memory that peers read")
@@ -115,9 +123,11 @@ class HybridEngine:
         self.version = 0  # of the training weights; each optimiser step makes a new one
         self.plan: Plan = cached_plan(self.specs, source, target, staging_bytes=staging_bytes, nodes=nodes)
         peer = None
-        if transport != "p2p" and not frees:
+        if transport != "p2p" and not frees and feed is None:
             peer = PeerTransport(group, device, rank, nodes=nodes, required=transport == "peer")
-        self._to_generation = Resharder(self.plan, rank, group, train.weights, gen_weights, device, peer, nodes)
+        self._to_generation: Resharder | WeightFeed = feed or Resharder(
+            self.plan, rank, group, train.weights, gen_weights, device, peer, nodes
+        )
         if train.zero.rests_on_host:
             self._to_generation.release()
         self._to_training: Resharder | None = None
@@ -129,7 +139,7 @@ class HybridEngine:
     # ---- state
 
     @property
-    def generator(self) -> MegatronGenerator | None:
+    def generator(self) -> GenerationEngine | None:
         """The generator, in generation mode only. Raises :class:`ModeError` in training mode."""
         self.require(GENERATION, "generate")
         return self._generator
@@ -193,7 +203,7 @@ class HybridEngine:
         record_switch(report, self.rank, self.device)
         return report
 
-    def _move(self, resharder: Resharder, report: SwitchReport) -> None:
+    def _move(self, resharder: Resharder | WeightFeed, report: SwitchReport) -> None:
         visiting = self.train.zero.rests_on_host and resharder is self._to_generation
         if visiting:  # from the host for this move only
             resharder.src = self.train.weights

@@ -60,7 +60,6 @@ def _settings(cfg: RunConfig) -> MemorySettings:
         critic_arch=_critic(cfg),
         max_sequences=rollout.max_sequences,
         max_prefill_tokens=rollout.max_batch_tokens,
-        filtered=rollout.top_p < 1 or rollout.top_k > 0,
         staging_bytes=layout.staging_mib << 20,
         bucket=int(zero.get("reduce_bucket_size", MemorySettings.bucket)),
         flash=cfg.model.attention == "auto",

@@ -35,9 +35,8 @@ def working_bytes(arch: Architecture, padded_vocab: int, gen: GenLayout, setting
     if not settings.fused:  # turning them takes fp32 intermediates
         attention = 2 * f + 2 * h + (q + 2 * k) + (1 + (14 if settings.bf16 else 8) / b) * (q + k)
     mlp = (3 if settings.fused else 4) * f + 3 * h
-    columns = padded_vocab if settings.filtered else padded_vocab // gen.tp
     logits = FP32 * settings.max_sequences * padded_vocab // gen.tp
-    draw = _DRAW * settings.max_sequences * columns + logits
+    draw = _DRAW * settings.max_sequences * padded_vocab // gen.tp + logits
     if settings.bf16 and not settings.fused:  # without a mixed-precision product the head is widened
         draw = max(draw, logits + FP32 * padded_vocab // gen.tp * h)
     tables = 4 * d + 40  # cosines, sines, token ids, positions, rows of the cache

@@ -22,7 +22,7 @@ class MemorySettings:
         reference, critic: ``"none"``, or where the model stays between uses: ``"device"`` or ``"host"``.
         critic_learns: the critic has gradients and an optimiser of its own.
         critic_arch: the critic's shape; None: the policy's.
-        max_sequences, max_prefill_tokens, filtered: sampling; ``filtered`` is top-p or top-k.
+        max_sequences, max_prefill_tokens: sampling.
         staging_bytes: of a switch, per direction.
         bucket: elements of DeepSpeed's reduction buckets, at most.
         flash: use the variable-length kernel where there is one (CUDA, bf16).
@@ -45,7 +45,6 @@ class MemorySettings:
     critic_arch: Architecture | None = None
     max_sequences: int = 64
     max_prefill_tokens: int = 8192
-    filtered: bool = False
     staging_bytes: int = 48 << 20
     bucket: int = 50_000_000
     flash: bool = True

@@ -5,18 +5,27 @@ The interface (:mod:`rl3d.generation.engine`) imports neither torch nor megatron
 
 from typing import Any
 
-from rl3d.generation.engine import GenerationEngine, GenerationError, Progress, Request, Result, SamplingParams
+from rl3d.generation.engine import (
+    GenerationEngine,
+    GenerationError,
+    Progress,
+    Request,
+    Result,
+    SamplingParams,
+    StaleWeightsError,
+)
 
 _LAZY = {
     "HFGenerator": "rl3d.generation.hf",
     "MegatronGenerator": "rl3d.generation.megatron",
-    "StaleWeightsError": "rl3d.generation.megatron",
     "CachedSelfAttention": "rl3d.generation.attention",
+    "VLLMGenerator": "rl3d.generation.vllm",
+    "stream": "rl3d.generation.streaming",
 }
 
 __all__ = [
     "CachedSelfAttention", "GenerationEngine", "GenerationError", "HFGenerator", "MegatronGenerator", "Progress", "Request",
-    "Result", "SamplingParams", "StaleWeightsError",
+    "Result", "SamplingParams", "StaleWeightsError", "VLLMGenerator", "stream",
 ]  # fmt: skip
 
 

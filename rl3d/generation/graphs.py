@@ -7,14 +7,18 @@ columns beyond the batch change nothing, because every kernel treats a row by it
 Without CUDA the same step runs eagerly, in the same buckets.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rl3d.generation.fused import DecodeBody
 from rl3d.generation.sampler import Sampler, SamplingBatch
 from rl3d.kernels.paged_attention import SPLIT
+
+_log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
@@ -67,13 +71,15 @@ class DecodeRunner:
     Args:
         body: forward pass over the pools of ``cache``, which has ``epoch`` and ``page_size``.
         table: int32 [rows, columns], the block table; its address stays, whoever owns it writes it between steps.
-        graphs: capture; by default where the table is on CUDA.
+        graphs: capture; by default where the table is on CUDA and ranks talk through NCCL, whose collectives are
+            captured with the rest. Where a capture fails, this rank's steps stay eager: a replayed collective and a
+            launched one are the same to its peers.
     """
 
     def __init__(self, body: DecodeBody, sampler: Sampler, cache: Any, table: torch.Tensor,
                  graphs: bool | None = None) -> None:  # fmt: skip
         self.body, self.sampler, self.cache = body, sampler, cache
-        self.graphs = table.is_cuda if graphs is None else graphs
+        self.graphs = _can_capture(table, body.group) if graphs is None else graphs
         most = row_bucket(table.shape[0])
         self.table = table
         if most > table.shape[0]:  # rows that pad a bucket need a row of the table, too
@@ -126,13 +132,13 @@ class DecodeRunner:
         if self._epoch != self.cache.epoch:
             self.forget()
             self._epoch = self.cache.epoch
-        if not self.graphs:
-            logits = self._compute(key)
-        else:
-            if key not in self._captured:
-                self._capture(key)
+        if self.graphs and key not in self._captured:
+            self._capture(key)
+        if self.graphs:
             self._captured[key].replay()
             logits = self._logits.get(key)
+        else:
+            logits = self._compute(key)
         if kind == "filtered":
             assert logits is not None
             self._draw(logits, kind)
@@ -180,12 +186,24 @@ class DecodeRunner:
         self.buffers.positions.copy_(positions)
         graph = torch.cuda.CUDAGraph()
         # other threads (the control channel's listener, NCCL's watchdog) may use CUDA meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._compute(key)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits = self._compute(key)
+        except RuntimeError as error:
+            if self.body.group is None:
+                raise
+            _log.warning("decoding without CUDA graphs from here on, capturing a step with collectives failed: %s", error)
+            self.forget()
+            self.graphs = False
+            return
         self._pool = graph.pool()
         self._captured[key] = graph
         if logits is not None:
             self._logits[key] = logits
+
+
+def _can_capture(table: torch.Tensor, group: Any) -> bool:
+    return table.is_cuda and (group is None or dist.get_backend(group) == "nccl")
 
 
 def _kind(sampling: SamplingBatch) -> str:

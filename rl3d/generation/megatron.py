@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from rl3d.generation.body import CPU_MIN_ROWS, Body, make_body
 from rl3d.generation.checks import check_agreement, check_limits, check_requests
 from rl3d.generation.context import GenerationContext
 from rl3d.generation.decode import BlockTable, DecodeState
-from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Progress, Request, Result
+from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Progress, Request, Result, check_weights
 from rl3d.generation.fused import DecodeBody, reason_against
 from rl3d.generation.graphs import DecodeRunner, PendingDraw
 from rl3d.generation.kv_cache import KVCache
@@ -22,10 +23,6 @@ from rl3d.generation.scheduler import Chunk, Counts, RunningSequence, Scheduler,
 from rl3d.generation.sizing import STRATEGIES, affordable_pages, wanted_pages
 
 _ABORT_EVERY = 8  # steps between the ranks of a replica telling each other what to abort
-
-
-class StaleWeightsError(RuntimeError):
-    """The generation weights were never loaded, or are older than the trained ones."""
 
 
 class MegatronGenerator:
@@ -46,11 +43,12 @@ class MegatronGenerator:
         share_prefixes: use the pages of prompts seen before again, within one version of the weights.
         body: forward pass, see :func:`rl3d.generation.body.make_body`.
         fused: decode with :class:`rl3d.generation.graphs.DecodeRunner` (fused kernels, CUDA graphs); ``None``: on
-            CUDA at TP 1, where it knows the model and no other body was asked for.
+            CUDA, where it knows the model and no other body was asked for.
 
     Attributes:
         weights_version: version of the weights in ``model``; whoever loads weights sets it. ``None``: nothing loaded.
         expected_version: version that generation must have, or ``None`` to accept any.
+        tokenizer: see :class:`rl3d.generation.GenerationEngine`.
         counts: what the last call cost.
     """
 
@@ -102,6 +100,7 @@ class MegatronGenerator:
         self.runner = self._make_runner(fused if fused is not None or body == "auto" else False)
         self.weights_version: int | None = None
         self.expected_version: int | None = None
+        self.tokenizer: Any = None
         self.counts = Counts()
         self._last_needs: list[int] = []
         self._wanted = 0  # pages, whether memory allowed them or not
@@ -113,7 +112,7 @@ class MegatronGenerator:
         reason = reason_against(self.model, 1 if self.group is None else self.group.size())
         if wanted and reason:
             raise ValueError(f"fused decoding cannot compute this model: {reason}; leave fused = None")
-        if reason or not (self.device.type == "cuda" and self.group is None if wanted is None else wanted):
+        if reason or not (self.device.type == "cuda" if wanted is None else wanted):
             return None
         body = DecodeBody(self.model, self.cache, self.group, self.max_sequence_length)
         return DecodeRunner(body, self.sampler, self.cache, self.table.tensor)
@@ -185,10 +184,10 @@ class MegatronGenerator:
             StaleWeightsError: the weights are not those expected.
             FloatingPointError: the model returned logits that are not numbers.
         """
-        self._check_weights()
+        check_weights(self.weights_version, self.expected_version)
         check_requests(requests, self.vocab_size, self.max_sequence_length, self.pool.page_size, self._fixed_pages)
         check_agreement(requests, self.group, self.device)
-        sequences = expand(requests)
+        sequences = expand(requests, self.tokenizer)
         finished = 0
 
         def finish(ended: Sequence[RunningSequence]) -> None:
@@ -358,14 +357,3 @@ class MegatronGenerator:
             if sequence.accept(*row):
                 ended.append(sequence)
         return ended
-
-    def _check_weights(self) -> None:
-        if self.weights_version is None:
-            raise StaleWeightsError(
-                "generation weights were never loaded (weights_version is None); load them and set weights_version"
-            )
-        if self.expected_version is not None and self.weights_version != self.expected_version:
-            raise StaleWeightsError(
-                f"generation weights have version {self.weights_version}, expected {self.expected_version}; "
-                f"move the trained weights first (switch_to_generation)"
-            )

@@ -1,8 +1,8 @@
 """Drawing tokens from vocabulary-sharded logits.
 
-Without filters each rank looks only at its own slice of the vocabulary: a partial logsumexp and the two best
-perturbed logits cross the tensor-parallel group, five to seven numbers a row. With a filter the whole row decides who may be
-drawn, so the logits are gathered first. All arithmetic on logits is fp32 whatever the model's dtype.
+Each rank looks only at its own slice of the vocabulary: a partial logsumexp and the two best perturbed logits cross the
+tensor-parallel group, five to ten numbers a row. What a filter leaves is a matter of thresholds, which ranks agree upon
+before (:mod:`rl3d.generation.filters`). All arithmetic on logits is fp32 whatever the model's dtype.
 
 Ranks end with the same bits, because they combine the same gathered numbers; no rank broadcasts a choice.
 """
@@ -12,14 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from rl3d.generation.filters import MARGIN, thresholds
 from rl3d.generation.noise import HASH, log_exponentials, vocabulary_keys
 from rl3d.kernels.backend import use_triton
 from rl3d.kernels.sample import BLOCK, draw_partials
 
-MARGIN = 1e-5
-"""Draws whose best and second-best perturbed logits are closer than this may flip with the last bit of a logit."""
-
-_HEAD = 1024  # a nucleus nearly always lies within this many entries: sort those first, everything only if it does not
 _NEG_INF = float("-inf")
 
 
@@ -103,7 +100,7 @@ class Sampler:
         self.start = 0 if tp_group is None else rows * tp_group.rank()
         self.valid = max(0, min(rows, vocab_size - self.start))
         self.shard_keys_V = vocabulary_keys(self.start, self.start + self.valid, device)
-        self.all_keys_V = self.shard_keys_V if self.tp == 1 else vocabulary_keys(0, vocab_size, device)
+        self.width = min(rows, vocab_size)  # of the widest shard: the first one
 
     def draw(self, logits_BV: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor) -> Draw:
         """Draw one token a row.
@@ -116,29 +113,22 @@ class Sampler:
         """
         if self.fused and not batch.filtered and use_triton(logits_BV):
             return _combine(self._gather(self._fused_partials(logits_BV, batch, positions_B)), batch)
-        if batch.filtered:
-            local, start, keys_V = self._gather(logits_BV)[:, : self.vocab_size], 0, self.all_keys_V
-        else:
-            local, start, keys_V = logits_BV[:, : self.valid], self.start, self.shard_keys_V
+        local = logits_BV[:, : self.valid]
         scaled = plain = local.float()
         if not batch.greedy:
             scaled = scaled / torch.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
-        perturbed = scaled if batch.greedy else self._perturb(scaled, batch, positions_B, keys_V)
-        close = None
+        perturbed = scaled if batch.greedy else self._perturb(scaled, batch, positions_B)
+        tight = None
         if batch.filtered:
-            perturbed, close = _filter(scaled, perturbed, batch)
-        parts = _partials(scaled, perturbed, plain if batch.tempered else None, start)
+            tight, exact, loose = thresholds(
+                scaled, batch.temperature, batch.top_p, batch.top_k, batch.min_p, self._gather, self.width, self.vocab_size
+            )
+            widest = perturbed.masked_fill_(scaled < loose, _NEG_INF)
+            perturbed = widest.masked_fill(scaled < exact, _NEG_INF)
+        parts = _partials(scaled, perturbed, plain if batch.tempered else None, self.start)
         if batch.filtered:
-            left = scaled.masked_fill(perturbed == _NEG_INF, _NEG_INF).logsumexp(-1, keepdim=True)
-            parts = torch.cat([parts, left.double()], 1)
-        if self.tp > 1 and not batch.filtered:
-            parts = self._gather(parts[:, None])  # [B, tp, n], ranks in rising order of vocabulary
-        else:
-            parts = parts[:, None]
-        draw = _combine(parts, batch)
-        if close is not None:
-            draw.close |= close
-        return draw
+            parts = torch.cat([parts, _filtered_partials(scaled, perturbed, widest, self.start)], 1)
+        return _combine(self._gather(parts[:, None]), batch, tight)  # [B, tp, n], ranks in rising order of vocabulary
 
     def _fused_partials(self, logits_BV: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor) -> torch.Tensor:
         """:func:`_partials` of each block of the shard, fp64 [B, blocks, 5 or 7], as many blocks on every rank."""
@@ -152,10 +142,8 @@ class Sampler:
             parts = torch.cat([parts, nothing], 1)
         return parts
 
-    def _perturb(
-        self, scaled: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor, keys_V: torch.Tensor
-    ) -> torch.Tensor:
-        noise = log_exponentials(batch.keys, positions_B, keys_V)
+    def _perturb(self, scaled: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor) -> torch.Tensor:
+        noise = log_exponentials(batch.keys, positions_B, self.shard_keys_V)
         noise.masked_fill_((batch.temperature <= 0)[:, None], 0.0)
         return torch.sub(scaled, noise, out=noise)
 
@@ -164,9 +152,9 @@ class Sampler:
         if self.tp == 1:
             return x
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.tp)]
-        dist.all_gather(parts, x, group=self.group)
-        return torch.cat(parts, 1)
+        every = x.new_empty(self.tp * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(every, x, group=self.group)
+        return every.view(self.tp, *x.shape).transpose(0, 1).flatten(1, 2)
 
 
 def _partials(scaled: torch.Tensor, perturbed: torch.Tensor, plain: torch.Tensor | None, start: int) -> torch.Tensor:
@@ -187,69 +175,36 @@ def _partials(scaled: torch.Tensor, perturbed: torch.Tensor, plain: torch.Tensor
     return torch.cat([x.double() for x in parts], 1)
 
 
-def _combine(parts: torch.Tensor, batch: SamplingBatch) -> Draw:
-    """Join the partials of all shards, fp64 [B, shards, n]; a filter's logsumexp over what it left comes last."""
+def _filtered_partials(scaled: torch.Tensor, perturbed: torch.Tensor, widest: torch.Tensor, start: int) -> torch.Tensor:
+    """Per row, fp64 [B, 3]: logsumexp of what the filter left, the best perturbed logit that a wider one leaves, its id."""
+    if scaled.shape[1] == 0:
+        nothing = torch.full((scaled.shape[0], 3), _NEG_INF, dtype=torch.float64, device=scaled.device)
+        nothing[:, 2] = start
+        return nothing
+    left = scaled.masked_fill(perturbed == _NEG_INF, _NEG_INF).logsumexp(-1)
+    best, index = widest.max(-1)
+    return torch.stack([left.double(), best.double(), (index + start).double()], 1)
+
+
+def _combine(parts: torch.Tensor, batch: SamplingBatch, tight: torch.Tensor | None = None) -> Draw:
+    """Join the partials of all shards, fp64 [B, shards, n]; a filter's (:func:`_filtered_partials`) come last.
+
+    A filtered draw is close, too, when moving the filter's edge by the margin changes it: outwards another would be drawn,
+    inwards (``tight`` [B, 1]) this one could not.
+    """
     lse, best, ids, second, logit = parts[..., :5].unbind(-1)
     winner = best.argmax(-1, keepdim=True)  # shards rise with the vocabulary: ties go to the lowest id
     top = best.gather(1, winner)
     rival = torch.maximum(best.scatter(1, winner, _NEG_INF).amax(-1), second.gather(1, winner)[:, 0])
-    logit = logit.gather(1, winner)[:, 0]
+    logit, token = logit.gather(1, winner)[:, 0], ids.gather(1, winner)[:, 0]
+    close = top[:, 0] - rival < MARGIN
     logprob = plain = sampled = (logit - lse.logsumexp(-1)).float()
     if batch.tempered:
         plain = (parts[..., 6].gather(1, winner)[:, 0] - parts[..., 5].logsumexp(-1)).float()
-    if batch.filtered:
-        sampled = (logit - parts[:, 0, -1]).float()
+    if tight is not None:
+        left, wide, wide_ids = parts[..., -3:].unbind(-1)
+        sampled = (logit - left.logsumexp(-1)).float()
+        widest = wide_ids.gather(1, wide.argmax(-1, keepdim=True))[:, 0]
+        close = close | (widest != token) | (logit < tight[:, 0])
     sampled = torch.where(batch.temperature > 0, sampled, 0.0)
-    return Draw(ids.gather(1, winner)[:, 0].long(), logprob, top[:, 0] - rival < MARGIN, sampled, plain)
-
-
-def _filter(scaled: torch.Tensor, perturbed: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mask what top-k, then top-p (on what top-k left, renormalised), then min-p exclude; ties with the last stay.
-
-    Returns the masked perturbed logits and, per row, whether moving the nucleus by :data:`MARGIN` changes the draw.
-    """
-    tight, exact, loose = _thresholds(scaled, batch)
-    masked = perturbed.masked_fill(scaled < loose, _NEG_INF)
-    widest = masked.argmax(-1, keepdim=True)
-    masked.masked_fill_(scaled < exact, _NEG_INF)
-    drawn = masked.argmax(-1, keepdim=True)
-    close = (widest != drawn) | (scaled.gather(1, drawn) < tight)
-    return masked, close[:, 0]
-
-
-def _thresholds(scaled: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Smallest logit that may be drawn, [B, 1] each, for filters tighter by the margin, as they are, looser by it."""
-    size = scaled.shape[1]
-    off = batch.temperature <= 0
-    top_k = torch.where((batch.top_k <= 0) | off, size, batch.top_k.clamp(max=size))[:, None]
-    top_p = torch.where(off, 1.0, batch.top_p)[:, None].double()
-    unfiltered = (top_k >= size) & (top_p >= 1.0)
-    whole = scaled.logsumexp(-1, keepdim=True)
-    head = min(_HEAD, size)
-    while True:
-        ranked = scaled.topk(head, dim=-1).values
-        inside = torch.arange(head, device=scaled.device)[None] < top_k
-        mass = (ranked - whole).double().exp().masked_fill(~inside, 0.0)
-        before = mass.cumsum(-1) - mass  # probability of everything ranked higher
-        # top-k renormalises; where top-k does not end within the head the total is 1
-        total = torch.where(top_k <= head, mass.sum(-1, keepdim=True), 1.0)
-        last = before[:, -1:] / total
-        covered = unfiltered | (top_k <= head) | (last >= top_p + MARGIN)
-        if head == size or bool(covered.all()):
-            break
-        head = size
-    share = before / total
-
-    def threshold(limit: torch.Tensor) -> torch.Tensor:
-        keep = inside & ((share < limit) | (top_p >= 1.0))
-        keep[:, 0] = True  # the most probable entry is never excluded
-        return ranked.gather(1, keep.sum(-1, keepdim=True) - 1).masked_fill(unfiltered, _NEG_INF)
-
-    best = ranked[:, :1]
-    floor = torch.where(off[:, None], _NEG_INF, best + batch.min_p[:, None].log())
-    tight = torch.minimum(floor + MARGIN, best)
-    return (
-        torch.maximum(threshold(top_p - MARGIN), tight),
-        torch.maximum(threshold(top_p), floor),
-        torch.maximum(threshold(top_p + MARGIN), floor - MARGIN),
-    )
+    return Draw(token.long(), logprob, close, sampled, plain)

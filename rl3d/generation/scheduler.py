@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl3d.generation.engine import Request, Result, SamplingParams
+from rl3d.generation.engine import GenerationError, Request, Result, SamplingParams
 from rl3d.generation.noise import sequence_key
 from rl3d.generation.pages import PagePool, page_hashes
+from rl3d.generation.stops import StopTexts
 
 
 @dataclass(eq=False)
@@ -25,6 +26,7 @@ class RunningSequence:
         pages: pages held, in the order of the tokens.
         computed: tokens whose keys and values are in them.
         followers: samples of the same prompt that wait for this one's prefill.
+        texts: stop texts to look for, if any.
     """
 
     prompt: list[int]
@@ -33,12 +35,14 @@ class RunningSequence:
     stops: frozenset[int]
     result: Result
     order: int = 0
+    texts: StopTexts | None = None
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     followers: list["RunningSequence"] = field(default_factory=list)
     shares_tail: bool = False  # the last page is not full and may have other holders
     hashes: list[bytes] = field(default_factory=list)
     row: int = -1  # of the block table, while decoding
+    draws: dict[int, tuple[int, bool, float, float, float]] = field(default_factory=dict)  # not yet accepted, by position
 
     @property
     def length(self) -> int:
@@ -58,7 +62,7 @@ class RunningSequence:
         result.sampled_logprobs.append(sampled)
         result.plain_logprobs.append(plain)
         result.small_margins += close
-        if token in self.stops:
+        if token in self.stops or (self.texts is not None and self.texts.found(result.token_ids)):
             result.finish_reason = "stop"
             return True
         return len(result.token_ids) >= self.params.max_new_tokens
@@ -92,18 +96,28 @@ class Counts:
     preempted: int = 0
 
 
-def expand(requests: Sequence[Request]) -> list[RunningSequence]:
-    """One sequence per sample, ordered by (request, sample)."""
+def expand(requests: Sequence[Request], tokenizer: Any = None) -> list[RunningSequence]:
+    """One sequence per sample, ordered by (request, sample).
+
+    Raises:
+        GenerationError: stop texts without a ``tokenizer``.
+    """
     out: list[RunningSequence] = []
     for index, request in enumerate(requests):
         step, prompt_id, sample_id = request.key
         params = request.params
         stops = frozenset(params.stop_token_ids)
         name = request.request_id or str(index)
+        if params.stop and tokenizer is None:
+            raise GenerationError(
+                f"request {index} (key {request.key}): stop = {params.stop!r} needs the text of what is drawn; set the "
+                f"engine's tokenizer, or use stop_token_ids"
+            )
+        texts = StopTexts(params.stop, tokenizer) if params.stop else None
         for i in range(params.n):
             key = sequence_key(params.seed, step, prompt_id, sample_id + i)
             result = Result(index, sample_index=i, request_id=name)
-            out.append(RunningSequence(request.prompt_ids, params, key, stops, result, order=len(out)))
+            out.append(RunningSequence(request.prompt_ids, params, key, stops, result, order=len(out), texts=texts))
     return out
 
 

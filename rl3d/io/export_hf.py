@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,14 @@ def _hf_names(mapped: MappedParameter) -> list[str]:
     return list(dict.fromkeys(s.hf_name for s in mapped.segments))
 
 
+def hf_tensors(mapped: MappedParameter, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors that one whole parameter (padded shape) is made of, pad rows left out."""
+    for name in _hf_names(mapped):
+        segments = sorted((s for s in mapped.segments if s.hf_name == name), key=lambda s: s.hf_start)
+        parts = [whole[s.start : s.start + s.length] for s in segments]
+        yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _write_stage(directory: Path, arch: Architecture, mine: list[MappedParameter], tensors: Mapping[str, Tensor],
                  groups: Any, dtype: torch.dtype, flat_shards: bool) -> None:  # fmt: skip
     shapes = hf_shapes(arch)
@@ -147,10 +155,8 @@ def _write_stage(directory: Path, arch: Architecture, mine: list[MappedParameter
             whole = gather_parameter(m, shard, groups)
             if stream is None or whole is None:
                 continue
-            for name in _hf_names(m):
-                segments = sorted((s for s in m.segments if s.hf_name == name), key=lambda s: s.hf_start)
-                parts = [whole[s.start : s.start + s.length] for s in segments]
-                stream.write(name, torch.cat(parts).to(dtype))
+            for name, value in hf_tensors(m, whole):
+                stream.write(name, value.to(dtype))
     except BaseException:
         if stream is not None:
             stream.abort()

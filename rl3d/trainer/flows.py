@@ -66,7 +66,15 @@ def sampling_flow(ctx: StepContext, out: "queue.Queue[Sample | None]") -> None:
     prompts = [ctx.prompts[i] for i in share]
     r = ctx.rollout
     params = SamplingParams(
-        r.max_new_tokens, r.temperature, r.top_p, r.top_k, ctx.stop_token_ids, n=r.n, seed=ctx.seed, min_p=r.min_p
+        r.max_new_tokens,
+        r.temperature,
+        r.top_p,
+        r.top_k,
+        ctx.stop_token_ids,
+        n=r.n,
+        seed=ctx.seed,
+        min_p=r.min_p,
+        stop=tuple(r.stop),
     )
     # the place in the batch, not in the data: one batch may hold the last prompts of an epoch and the first of the next
     requests = [Request(ctx.prompts[i].token_ids, params, (ctx.step, i, 0)) for i in share]

@@ -10,6 +10,22 @@ from typing import Any, TextIO
 from rl3d.config import ConfigError
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
+_WHOLE, _NUMBER = (int, "a whole number"), (float, "a number")
+OWN_KEYS: dict[str, tuple[type, str]] = {
+    "id": (str, "a string"), "stop": (list, "a list of strings"), "stop_token_ids": (list, "a list of whole numbers"),
+    **dict.fromkeys(("max_new_tokens", "top_k", "n", "seed"), _WHOLE),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
+}  # fmt: skip
+"""What a line of a ``.jsonl`` file may say for itself, in the place of the command line."""
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """A prompt (text, chat messages or token ids), and what its line says of its sampling and its name."""
+
+    prompt: Any
+    request_id: str = ""
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -28,11 +44,11 @@ class GenerateJob:
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
-def read_prompts(path: Path) -> list[Any]:
-    """Prompts of a file: text, chat messages or token ids each.
+def read_prompts(path: Path) -> list[PromptLine]:
+    """Prompts of a file.
 
-    A ``.jsonl`` file has an object a line with one of ``prompt`` (text), ``messages`` (chat) and ``prompt_ids`` (tokens);
-    any other file has one prompt a line, empty lines left out.
+    A ``.jsonl`` file has an object a line with one of ``prompt`` (text), ``messages`` (chat) and ``prompt_ids`` (tokens),
+    and any of :data:`OWN_KEYS`; other keys are left alone. Any other file has one prompt a line, empty lines left out.
 
     Raises:
         ConfigError: no file, no prompts, or a line that is not as above; the message names the line.
@@ -40,36 +56,45 @@ def read_prompts(path: Path) -> list[Any]:
     if not path.is_file():
         raise ConfigError(f"--prompts {path}: no such file; expected text, one prompt a line, or .jsonl")
     lines = [(i, line) for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
-    prompts = [line for _, line in lines] if path.suffix != ".jsonl" else [_record(path, i, line) for i, line in lines]
+    plain = path.suffix != ".jsonl"
+    prompts = [PromptLine(line) if plain else _record(f"--prompts {path}, line {i}", line) for i, line in lines]
     if not prompts:
         raise ConfigError(f"--prompts {path}: no prompts in it")
     return prompts
 
 
-def _record(path: Path, number: int, line: str) -> Any:
+def _record(where: str, line: str) -> PromptLine:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"--prompts {path}, line {number}: not JSON ({error})") from None
+        raise ConfigError(f"{where}: not JSON ({error})") from None
     found = [key for key in PROMPT_KEYS if isinstance(record, dict) and record.get(key) is not None]
     if len(found) != 1:
-        raise ConfigError(f"--prompts {path}, line {number}: expected an object with one of {', '.join(PROMPT_KEYS)}")
+        raise ConfigError(f"{where}: expected an object with one of {', '.join(PROMPT_KEYS)}")
     value = record[found[0]]
     if not isinstance(value, str if found[0] == "prompt" else list) or (
         found[0] == "prompt_ids" and not all(type(token) is int for token in value)
     ):
         kinds = {"prompt": "a string", "messages": "a list of messages", "prompt_ids": "a list of whole numbers"}
-        raise ConfigError(
-            f"--prompts {path}, line {number}: {found[0]} is {type(value).__name__}, expected {kinds[found[0]]}"
-        )
-    return value
+        raise ConfigError(f"{where}: {found[0]} is {type(value).__name__}, expected {kinds[found[0]]}")
+    own = {key: record[key] for key in OWN_KEYS if record.get(key) is not None}
+    for key, given in own.items():
+        kind, expected = OWN_KEYS[key]
+        inside = {"stop": str, "stop_token_ids": int}.get(key)
+        if isinstance(given, bool) or not isinstance(given, (int, float) if kind is float else kind) or (
+            inside is not None and not all(type(item) is inside for item in given)
+        ):  # fmt: skip
+            raise ConfigError(f"{where}: {key} is {given!r}, expected {expected}")
+        own[key] = tuple(given) if inside else given
+    return PromptLine(value, own.pop("id", ""), own)
 
 
 def main(job: GenerateJob) -> None:
     """Sample every prompt. Collective over ``job.tp`` ranks; rank 0 writes a JSON line as each sequence ends.
 
-    A line has ``index`` (of the prompt) and ``sample``, ``text``, ``tokens``, ``finish_reason``, ``logprobs`` (at the
-    sampling temperature, before filters), ``sampled_logprobs`` (after them) and ``plain_logprobs`` (temperature 1).
+    A line has ``index`` (of the prompt), its ``id`` where it has one, and ``sample``, ``text``, ``tokens``,
+    ``finish_reason``, ``logprobs`` (at the sampling temperature, before filters), ``sampled_logprobs`` (after them) and
+    ``plain_logprobs`` (temperature 1).
 
     Raises:
         ConfigError: ranks that are not ``tp`` many, prompts that need a tokenizer where there is none.
@@ -86,30 +111,36 @@ def main(job: GenerateJob) -> None:
     if runtime.world_size != job.tp:
         raise ConfigError(f"--tp {job.tp} on {runtime.world_size} ranks: start one rank for each part of the model")
     source = _open(job.model, runtime)
-    encoded = list(_encode(prompts, job, source.tokenizer))
-    params = SamplingParams(**job.sampling, stop_token_ids=source.stop_token_ids)
-    requests = [Request(ids, params, (0, i, 0)) for i, ids in enumerate(encoded)]
+    encoded = list(_encode([line.prompt for line in prompts], job, source.tokenizer))
+    given = {**job.sampling, "stop_token_ids": (*source.stop_token_ids, *job.sampling.get("stop_token_ids", ()))}
+    requests = [
+        Request(ids, SamplingParams(**_own(given, line.sampling)), (0, i, 0), line.request_id)
+        for i, (ids, line) in enumerate(zip(encoded, prompts, strict=True))
+    ]
+    total = sum(request.params.n for request in requests)
+    longest = max(request.params.max_new_tokens for request in requests)
     groups = generation_groups([tuple(range(job.tp))], GroupRegistry.of(runtime, "model"))
     assert groups is not None
     engine = load_engine(
         job.engine, source.directory, groups, device=runtime.device, dtype=_dtype(job.dtype, runtime.device),
-        max_sequences=job.max_sequences, max_sequence_length=_window(source.directory, encoded, params.max_new_tokens),
+        max_sequences=job.max_sequences, max_sequence_length=_window(source.directory, encoded, longest),
     )  # fmt: skip
+    engine.tokenizer = source.tokenizer
     leads = runtime.rank == 0
     # progress goes where it does not mix with results
     console = Console(leads, sys.stderr if job.out is None else sys.stdout)
     file = _output(job.out) if leads else None
-    with console.progress("Sampling", len(requests) * params.n) as advance:
+    with console.progress("Sampling", total) as advance:
 
         def finished(result: Result) -> None:
             if file is not None:
-                print(json.dumps(_line(result, source.tokenizer), ensure_ascii=False), file=file, flush=True)
+                print(json.dumps(_line(result, prompts, source.tokenizer), ensure_ascii=False), file=file, flush=True)
             advance(1)
 
         engine.generate(requests, on_finish=finished)
     if file is not None and job.out is not None:
         file.close()
-        console.line(f"{len(requests) * params.n} responses -> {job.out}")
+        console.line(f"{total} responses -> {job.out}")
     runtime.shutdown()
 
 
@@ -166,10 +197,18 @@ def _output(out: Path | None) -> TextIO:
     return out.open("w", encoding="utf-8")
 
 
-def _line(result: Any, tokenizer: Any) -> dict[str, Any]:
+def _own(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The command line's sampling with a line's own in its place; the model's stop tokens stay."""
+    ids = dict.fromkeys((*given["stop_token_ids"], *own.get("stop_token_ids", ())))
+    return {**given, **own, "stop_token_ids": tuple(ids)}
+
+
+def _line(result: Any, prompts: list[PromptLine], tokenizer: Any) -> dict[str, Any]:
+    name = prompts[result.request_index].request_id
     text = None if tokenizer is None else tokenizer.decode(result.token_ids, skip_special_tokens=True)
     return {
-        "index": result.request_index, "sample": result.sample_index, "text": text, "tokens": result.token_ids,
+        "index": result.request_index, **({"id": name} if name else {}),
+        "sample": result.sample_index, "text": text, "tokens": result.token_ids,
         "finish_reason": result.finish_reason, "logprobs": result.logprobs, "sampled_logprobs": result.sampled_logprobs,
         "plain_logprobs": result.plain_logprobs,
     }  # fmt: skip

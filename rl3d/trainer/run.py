@@ -72,7 +72,8 @@ def build(config: RunConfig, memory_plan: MemoryPlan | None = None) -> RLTrainer
         trust_remote_code=remote_code,
     )
     stream = _stream(config, tokenizer)
-    rollout = config.rollout.model_copy(update={"stop_token_ids": _stop_ids(config, tokenizer)})
+    if config.rollout.stop and tokenizer is None:
+        raise ConfigError(Problem("rollout.stop", "texts need a tokenizer; give model.tokenizer", config.rollout.stop))
     actor, algorithm = build_actor(config, directory, tokenizer), config.algorithm
     reward = config.reward
     functions = [(_reward(config, term, actor), term.weight) for term in reward.terms]
@@ -80,7 +81,7 @@ def build(config: RunConfig, memory_plan: MemoryPlan | None = None) -> RLTrainer
                            max_failure_rate=reward.max_failure_rate)  # fmt: skip
     if runtime.rank == 0:
         print(_opening(config, actor), flush=True)
-    return RLTrainer(actor, tokenizer, stream, algorithm, rewards, rollout=rollout, trainer=config.trainer,
+    return RLTrainer(actor, tokenizer, stream, algorithm, rewards, rollout=config.rollout, trainer=config.trainer,
                      run_config=config, memory_plan=memory_plan)  # fmt: skip
 
 
@@ -92,7 +93,8 @@ def build_actor(config: RunConfig, directory: Path, tokenizer: Any) -> Actor:
         directory, tokenizer, train=layout.train, gen=layout.gen, order=layout.order, dtype=config.model.dtype,
         device=layout.device, algorithm=algorithm, max_sequence_length=config.model.max_sequence_length,
         max_sequences=config.rollout.max_sequences, max_prefill_tokens=config.rollout.max_batch_tokens,
-        cache_strategy=config.rollout.cache_strategy,
+        cache_strategy=config.rollout.cache_strategy, engine=config.rollout.engine,
+        engine_options=config.rollout.vllm,
         staging_mib=layout.staging_mib, verify=layout.verify == "full",
         transport=layout.transport,
         training_copy=layout.training_copy, sequence_parallel=layout.sequence_parallel, recompute=layout.recompute,
@@ -167,17 +169,6 @@ def _stream(config: RunConfig, tokenizer: Any) -> PromptStream:
         max_prompt_tokens=data.max_prompt_tokens, drop_too_long=data.drop_too_long,
     )  # fmt: skip
     return PromptStream(dataset, config.algorithm.batch_size, shuffle=data.shuffle, seed=data.seed)
-
-
-def _stop_ids(config: RunConfig, tokenizer: Any) -> list[int]:
-    """Stop texts must be single tokens: sampling stops at token ids."""
-    ids = list(config.rollout.stop_token_ids)
-    for text in config.rollout.stop:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        if len(tokens) != 1:
-            raise ConfigError(Problem("rollout.stop", f"{text!r} is {len(tokens)} tokens; give texts of one token", text))
-        ids += tokens
-    return ids
 
 
 def export(source: str | Path, directory: str | Path) -> None:

@@ -81,6 +81,8 @@ def test_mistakes_show_before_anything_starts(
         ('{"prompt": "a", "prompt_ids": [1]}', "line 2: expected an object with one of"),
         ('{"prompt_ids": [1, "b"]}', "line 2: prompt_ids is list, expected a list of whole numbers"),
         ('{"prompt": ["a"]}', "line 2: prompt is list, expected a string"),
+        ('{"prompt": "a", "stop": "b"}', "line 2: stop is 'b', expected a list of strings"),
+        ('{"prompt": "a", "max_new_tokens": 2.5}', "line 2: max_new_tokens is 2.5, expected a whole number"),
     ],
 )
 def test_a_wrong_line_names_itself(tmp_path: Path, line: str, message: str) -> None:
@@ -93,4 +95,25 @@ def test_a_wrong_line_names_itself(tmp_path: Path, line: str, message: str) -> N
 def test_prompts_of_all_kinds(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}]}\n{"prompt_ids": [1, 2]}\n')
-    assert read_prompts(file) == ["a", [{"role": "user", "content": "b"}], [1, 2]]
+    assert [line.prompt for line in read_prompts(file)] == ["a", [{"role": "user", "content": "b"}], [1, 2]]
+
+
+def test_lines_have_lengths_and_stops_of_their_own(model: Path, tmp_path: Path) -> None:
+    file, whole = tmp_path / "p.jsonl", tmp_path / "whole.txt"
+    whole.write_text("ab : c\n")
+    options = ["--temperature", 0, "--max-new-tokens", 12, "--device", "cpu"]
+    free = rl3d("generate", model, "--prompts", whole, *options, cwd=tmp_path)
+    text = lines(free.stdout)[0]["text"]
+    stop = text[3:6]  # a text of several tokens: this tokenizer's are characters
+    file.write_text("\n".join(json.dumps(line) for line in (
+        {"prompt": "ab : c", "id": "long"}, {"prompt": "ab : c", "id": "short", "max_new_tokens": 4},
+        {"prompt": "ab : c", "id": "text", "stop": [stop]},
+        {"prompt": "ab : c", "id": "token", "stop_token_ids": [lines(free.stdout)[0]["tokens"][1]]},
+    )))  # fmt: skip
+    for engine in ("megatron", "hf"):
+        done = rl3d("generate", model, "--prompts", file, "--engine", engine, *options, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found = {record["id"]: record for record in lines(done.stdout)}
+        assert found["long"]["text"] == text and found["short"]["tokens"] == found["long"]["tokens"][:4]
+        assert found["text"]["finish_reason"] == "stop" == found["token"]["finish_reason"]
+        assert found["text"]["text"] == text[: text.index(stop) + len(stop)] and len(found["token"]["tokens"]) <= 2

@@ -55,7 +55,7 @@ def _two_shards(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Ten
     for start in (0, half):
         shard = Sampler(max(0, min(VOCAB - start, half)), half, None, device)
         shard.start = start
-        shard.shard_keys_V = Sampler(VOCAB, VOCAB, None, device).all_keys_V[start : start + half]
+        shard.shard_keys_V = Sampler(VOCAB, VOCAB, None, device).shard_keys_V[start : start + half]
         local = torch.nn.functional.pad(logits, (0, 1))[:, start : start + half].contiguous()
         parts.append(shard._fused_partials(local, batch, positions))
     assert parts[0].shape == parts[1].shape, "ranks gather parts of one shape"

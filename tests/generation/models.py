@@ -18,15 +18,16 @@ def save_llama(directory: Path, *, tied: bool, heads: int = 8, kv_heads: int = 4
 
 
 def save_model(
-    directory: Path, family: str, *, tied: bool = False, heads: int = 8, kv_heads: int = 4, seed: int = 0
-) -> Path:
+    directory: Path, family: str, *, tied: bool = False, heads: int = 8, kv_heads: int = 4, head_dim: int = 8,
+    seed: int = 0,
+) -> Path:  # fmt: skip
     """As :func:`save_llama`, of another family; biases and norms are not left at their trivial initial values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        family, hidden_size=64, num_hidden_layers=3, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8,
-        intermediate_size=128, vocab_size=VOCAB, max_position_embeddings=256, tie_word_embeddings=tied,
+        family, hidden_size=64, num_hidden_layers=3, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=head_dim, intermediate_size=128, vocab_size=VOCAB, max_position_embeddings=256, tie_word_embeddings=tied,
         rms_norm_eps=1e-6, initializer_range=0.12, bos_token_id=1, eos_token_id=2, pad_token_id=2,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, sliding_window=None, use_sliding_window=False,
     )  # fmt: skip
@@ -60,7 +61,7 @@ class Job:
     def from_json(cls, data: dict[str, Any]) -> "Job":
         requests = []
         for r in data["requests"]:
-            params = {**r["params"], "stop_token_ids": tuple(r["params"]["stop_token_ids"])}
+            params = {**r["params"], **{name: tuple(r["params"][name]) for name in ("stop_token_ids", "stop")}}
             requests.append(Request(r["prompt_ids"], SamplingParams(**params), tuple(r["key"])))
         return cls(data["model"], data["tp"], requests, data["engine"], data["split"])
 

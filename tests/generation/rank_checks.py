@@ -5,6 +5,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rl3d.distributed.groups import GroupRegistry, generation_groups
+from rl3d.generation import filters
 from rl3d.generation.engine import GenerationError, Progress, Request, Result, SamplingParams
 from rl3d.layout import GenMesh
 from tests.generation.models import Job, build_engine
@@ -21,6 +22,7 @@ def main(runtime: Any, jobs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _carry_out(job: Job, groups: dict[int, Any]) -> list[dict[str, Any]]:
     mine = groups[job.tp]
+    filters._HEAD = job.engine.pop("head", 1024)
     engine = build_engine(job.model, mine, **job.engine)
     share = list(range(len(job.requests)))
     if job.split:

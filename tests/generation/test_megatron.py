@@ -42,17 +42,21 @@ ENGINES = {
     "pages of 8": {"max_sequences": 5, "page_size": 8},
     "pages of 16, few": {"max_sequences": 9, "page_size": 16, "pages": 6, "body": "megatron"},
     "pages of 3, few, chunks of 7": {"max_sequences": 14, "page_size": 3, "pages": 30, "max_prefill_tokens": 7},
+    "fused": {"max_sequences": 5, "page_size": 8, "fused": True},
+    "bisection": {"max_sequences": 4, "head": 8},
     "one at a time": {"max_sequences": 1, "max_prefill_tokens": 8, "share_prefixes": False},
 }
 GREEDY_RUNS = [
     ("tied", 1, "usual"), ("tied", 2, "usual"), ("tied", 4, "usual"),
     ("tied", 2, "pages of 16, few"), ("untied", 1, "usual"), ("untied", 4, "usual"),
-    ("few_kv_heads", 4, "pages of 8"), ("tied", 1, "pages of 3, few, chunks of 7"),
+    ("few_kv_heads", 4, "pages of 8"), ("untied", 2, "fused"), ("qwen3", 4, "fused"),
+    ("tied", 1, "pages of 3, few, chunks of 7"),
     *((family, tp, "pages of 8") for family in ("qwen2", "qwen3", "mistral") for tp in (1, 2, 4)),
 ]  # fmt: skip
 SAMPLED_RUNS = [(1, "usual"), (1, "pages of 8"), (1, "one at a time"), (2, "pages of 8"), (4, "pages of 16, few"),
-                (1, "pages of 3, few, chunks of 7"), (2, "pages of 3, few, chunks of 7")]  # fmt: skip
-FILTERED_RUNS = [(1, "usual"), (2, "pages of 8"), (4, "pages of 16, few")]
+                (1, "pages of 3, few, chunks of 7"), (2, "pages of 3, few, chunks of 7"),
+                (2, "fused")]  # fmt: skip
+FILTERED_RUNS = [(1, "usual"), (2, "pages of 8"), (4, "pages of 16, few"), (2, "fused"), (4, "bisection")]
 
 
 @pytest.fixture(scope="module")

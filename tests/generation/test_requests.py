@@ -374,3 +374,105 @@ def test_fused_steps_run_ahead_of_the_host_and_change_nothing(model: Path, group
     settings = {"max_sequences": 2, "max_sequence_length": MAX_LENGTH, "device": "cpu", "dtype": torch.float32}
     with pytest.raises(ValueError, match="fused decoding cannot compute this model: the norm before attention"):
         type(fused)(fused.model, None, VOCAB, fused=True, **settings)
+
+
+class Letters:
+    """A tokenizer of one or two characters a token."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(chr(97 + i % 26) * (1 + i % 2) for i in ids)
+
+
+def test_stop_texts_end_a_response_however_they_fall_into_tokens(engine: Any, reference: Any) -> None:
+    from rl3d.generation import HFGenerator
+
+    letters, free = Letters(), hf(reference, PROMPT, 20)
+    text = letters.decode(free)
+    across = letters.decode(free[5:8])[1:]  # begins inside a token, ends with another
+    requests = [
+        Request(PROMPT, SamplingParams(20, temperature=0.0, stop=stop))
+        for stop in ((across,), ("never", across, text[-2:]), ("never",), ())
+    ]
+    with pytest.raises(GenerationError, match=r"request 0 .*stop = .*set the engine's tokenizer"):
+        engine.generate(requests)
+    for name, generator in {"ours": engine, "hf": HFGenerator(reference, max_sequences=4)}.items():
+        generator.tokenizer = letters
+        results = generator.generate(requests)
+        generator.tokenizer = None
+        # the right length: of the shortest beginning whose text has the stop in it
+        ends = next(n for n in range(1, 21) if across in letters.decode(free[:n]))
+        assert [len(r.token_ids) for r in results[2:]] == [20, 20], name
+        assert results[0].token_ids == free[:ends] and results[0].finish_reason == "stop"
+        assert results[1].finish_reason == "stop" and results[2].finish_reason == "length"
+    with pytest.raises(GenerationError, match="stop = .*texts that are not empty"):
+        SamplingParams(4, stop=("",))
+
+
+def test_the_engine_of_transformers_streams_aborts_and_refuses(reference: Any) -> None:
+    from rl3d.generation import HFGenerator
+
+    generator = HFGenerator(reference, max_sequences=3, max_sequence_length=MAX_LENGTH)
+    lengths = {"long": 20, "short": 3, "cut": 20, "late": 5, "none": 0, "wait": 9}
+    requests = [Request(PROMPT, SamplingParams(n, temperature=0.0), (0, i, 0), name)
+                for i, (name, n) in enumerate(lengths.items())]  # fmt: skip
+    seen: list[tuple[str, int]] = []
+    progress: list[Progress] = []
+
+    def step(now: Progress) -> None:
+        progress.append(now)
+        if now.tokens == 13:  # the fifth step: "short" has ended
+            generator.abort("cut")
+            generator.abort("wait")
+
+    results = generator.generate(requests, lambda r: seen.append((r.request_id, len(progress))), step)
+    free = hf(reference, PROMPT, 20)
+    assert [len(r.token_ids) for r in results] == [20, 3, 5, 5, 0, 0]
+    assert all(r.token_ids == free[: len(r.token_ids)] for r in results)
+    assert [r.finish_reason for r in results] == ["length", "length", "abort", "length", "length", "abort"]
+    assert [name for name, _ in seen][:3] == ["none", "short", "cut"] and dict(seen)["short"] < dict(seen)["long"]
+    assert progress[-1] == Progress(0, 0, 6, sum(len(r.token_ids) for r in results))
+    with pytest.raises(GenerationError, match=f"request 0 .*exceeds max_sequence_length {MAX_LENGTH}"):
+        generator.generate([Request(PROMPT, SamplingParams(MAX_LENGTH))])
+    generator.expected_version = 1
+    with pytest.raises(RuntimeError, match="version 0, expected 1"):
+        generator.generate(requests)
+    with pytest.raises(GenerationError, match="no parameter 'model.nothing'"):
+        generator.load_weights(iter([("model.nothing", torch.zeros(1))]))
+    with pytest.raises(RuntimeError, match="never loaded"):
+        generator.generate(requests)
+    with pytest.raises(GenerationError, match="never came"):
+        generator.load_weights(iter([]))
+
+
+def test_a_stream_yields_as_sequences_end_and_can_be_left(engine: Any) -> None:
+    from rl3d.generation import stream
+
+    lengths = (9, 2, 30, 4, 60, 3)
+    requests = [Request(PROMPT, SamplingParams(n, temperature=0.0), (0, i, 0), f"r{i}") for i, n in enumerate(lengths)]
+    drawn: list[int] = []
+    seen = [(r.request_id, drawn[-1] if drawn else 0) for r in stream(engine, requests, lambda p: drawn.append(p.tokens))]
+    assert [name for name, _ in seen][0] == "r1" and {name for name, _ in seen} == {f"r{i}" for i in range(6)}
+    assert seen[0][1] < drawn[-1] / 2  # others were still running
+    endless = [Request(PROMPT, SamplingParams(80), (0, i, 0)) for i in range(40)]
+    first = next(iter(results := stream(engine, [*requests[:2], *endless])))
+    results.close()  # type: ignore[attr-defined]
+    assert first.request_id == "r1" and engine.counts.drawn < 40 * 80
+    with pytest.raises(GenerationError, match="prompt is empty"):
+        list(stream(engine, [Request([], GREEDY)]))
+    with pytest.raises(GenerationError, match="request ids are not unique"):
+        list(stream(engine, [Request(PROMPT, GREEDY, request_id="1"), Request(PROMPT, GREEDY)]))
+
+
+def test_a_kept_cache_keeps_its_address_between_switches(model: Path, groups: Any) -> None:
+    """What captured graphs need: nothing between two batches moves the pools or drops what was captured."""
+    engine = build_engine(str(model), groups, cache_strategy="full", fused=True)
+    request = Request(PROMPT, SamplingParams(12))
+    before = engine.generate([request])[0].token_ids
+    place, epoch = engine.cache.keys.data_ptr(), engine.cache.epoch
+    engine.runner._captured["kept"] = None  # stands for a graph; on a CPU there are none
+    for version in (1, 2):
+        engine.release_cache()
+        engine.weights_version = version
+        engine.allocate_cache()
+        assert engine.generate([request])[0].token_ids == before
+    assert (engine.cache.keys.data_ptr(), engine.cache.epoch) == (place, epoch) and "kept" in engine.runner._captured

@@ -1,5 +1,7 @@
 """The sampler against exact distributions, Hugging Face's filters and hand-computed values."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -112,7 +114,7 @@ def test_rows_keep_their_own_parameters() -> None:
 
 def test_a_nucleus_wider_than_the_sorted_head_is_exact() -> None:
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(6)) * 0.1
-    for top_p, top_k in ((0.9, 0), (0.5, 3000), (1.0, 2000), (0.2, 0)):
+    for top_p, top_k in ((0.9, 0), (0.5, 3000), (1.0, 2000), (0.2, 0), (0.1, 3000)):
         allowed = exact(logits, 1.0, top_p, top_k) > 0
         drawn = draw(logits.expand(600, -1), top_p=top_p, top_k=top_k).tokens
         assert allowed[drawn].all()
@@ -121,6 +123,69 @@ def test_a_nucleus_wider_than_the_sorted_head_is_exact() -> None:
         index = torch.full((5000,), -1)
         index[allowed] = ranks
         assert int(index[drawn].max()) > 0.9 * int(allowed.sum())
+
+
+@pytest.mark.parametrize("head", [1024, 16])
+@pytest.mark.parametrize("padded", [264, 400])
+def test_shards_agree_on_what_a_filter_leaves(monkeypatch: pytest.MonkeyPatch, head: int, padded: int) -> None:
+    """Three shards, the last one padding in part or in whole; by their largest entries, and by bisection (head 16)."""
+    monkeypatch.setattr("rl3d.generation.filters._HEAD", head)
+    vocab, rows = 257, 60
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(9)) * 2
+    logits[7:9] = logits[7:9].round()  # many ties
+    logits[9, 5:] = float("-inf")
+    cases = [(0.7, 1.0, 30, 0.0), (1.0, 0.99, 0, 0.0), (1.5, 0.9, 100, 0.0), (1.0, 0.3, 0, 0.02), (0.0, 0.5, 3, 0.0),
+             (1.0, 1.0, 0, 0.0), (1.0, 1e-6, 0, 0.0), (1.2, 0.97, 256, 0.0), (1.0, 1.0, 1, 0.0),
+             (2.0, 0.99, 0, 0.01)]  # fmt: skip
+    columns = [list(c) for c in zip(*[cases[i % len(cases)] for i in range(rows)], strict=True)]
+    whole = draw(logits, temperature=columns[0], top_p=columns[1], top_k=columns[2], min_p=columns[3])
+    shards = Shards(3)
+    wide = torch.nn.functional.pad(logits, (0, padded - vocab), value=50.0)
+    batch = SamplingBatch.build([sequence_key(0, 0, 0, i) for i in range(rows)], *columns[:3], CPU, columns[3])
+    for found in shards.draw(wide, vocab, batch):
+        assert torch.equal(found.tokens, whole.tokens) and torch.equal(found.close, whole.close)
+        for name in ("logprobs", "sampled", "plain"):
+            torch.testing.assert_close(getattr(found, name), getattr(whole, name), atol=2e-6, rtol=0)
+    assert shards.widest <= max(3 * head, 10)  # numbers of a row that any rank got at once: never the vocabulary
+    for i, (temperature, top_p, top_k, min_p) in enumerate(cases):
+        if temperature and i not in (7, 8):  # transformers breaks ties
+            allowed = exact(logits[i], temperature, top_p, top_k, min_p)
+            torch.testing.assert_close(whole.sampled[i].double(), allowed[whole.tokens[i]].log(), atol=1e-5, rtol=0)
+
+
+class Shards:
+    """A sampler for each shard of a vocabulary, in threads that exchange what they would gather."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.widest = count, 0
+        self.barrier = threading.Barrier(count)
+        self.parts: list[Any] = [None] * count
+
+    def draw(self, logits: torch.Tensor, vocab: int, batch: SamplingBatch) -> list[Draw]:
+        with ThreadPoolExecutor(self.count) as pool:
+            return list(pool.map(lambda i: self._draw(i, logits, vocab, batch), range(self.count)))
+
+    def _draw(self, rank: int, logits: torch.Tensor, vocab: int, batch: SamplingBatch) -> Draw:
+        sampler = Sampler(vocab, logits.shape[1], FakeGroup(self.count, rank), CPU)  # type: ignore[arg-type]
+        rows = logits.shape[1] // self.count
+        sampler._gather = lambda x: self._gather(rank, x)  # type: ignore[method-assign]
+        local = logits[:, rank * rows : (rank + 1) * rows]
+        return sampler.draw(local, batch, torch.zeros(len(logits), dtype=torch.int64))
+
+    def _gather(self, rank: int, x: torch.Tensor) -> torch.Tensor:
+        self.parts[rank] = x
+        self.barrier.wait(120)
+        out = torch.cat(self.parts, 1)
+        self.widest = max(self.widest, out[0].numel() if out.dim() == 2 else 0)
+        self.barrier.wait(120)
+        return out
+
+
+class FakeGroup:
+    """What a sampler asks a process group."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = (lambda: size), (lambda: rank)
 
 
 def test_a_draw_that_hangs_on_the_edge_of_the_nucleus_counts_as_close() -> None:
