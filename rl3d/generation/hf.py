@@ -7,6 +7,7 @@ built-in generator.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ class HFGenerator:
             waiting = len(wanted) - start - len(batch)
             alive = [s for s in batch if not self._end_aborted(s, finish)]
             if alive:
-                self._run(alive, finish, lambda drawn, waiting=waiting: step(waiting, drawn))
+                self._run(alive, finish, partial(step, waiting))
 
     def _end_aborted(self, sequence: RunningSequence, finish: Callable[[RunningSequence], None]) -> bool:
         with self._abort_lock:

@@ -28,7 +28,7 @@ def make_fed_engine(name: str, directory: str | Path, groups: ModelGroups, *, de
 
     ``options`` are those of ``vllm.LLM``.
     """
-    limits = {"max_sequences": max_sequences, "max_sequence_length": max_sequence_length}
+    limits: dict[str, Any] = {"max_sequences": max_sequences, "max_sequence_length": max_sequence_length}
     if name == "hf":
         from rl3d.generation.hf import HFGenerator
 

@@ -82,8 +82,7 @@ class _Shards:
             return
         try:
             self._file = self._file or self._path.open("wb")
-            # a copy: what numpy has looked at, torch never resizes again, and a switch may empty the weights' storage
-            shard = shard.to("cpu", self._dtype, copy=True).contiguous()
+            shard = shard.to("cpu", self._dtype).contiguous()
             if not all_finite(shard):
                 raise CheckpointError(f"{spec.name} holds NaN or infinite values on tensor-parallel rank {rank}")
             for piece in spec.pieces(tp, rank) or (None,):

@@ -77,15 +77,16 @@ def _record(where: str, line: str) -> PromptLine:
     ):
         kinds = {"prompt": "a string", "messages": "a list of messages", "prompt_ids": "a list of whole numbers"}
         raise ConfigError(f"{where}: {found[0]} is {type(value).__name__}, expected {kinds[found[0]]}")
-    own = {key: record[key] for key in OWN_KEYS if record.get(key) is not None}
+    own: dict[str, Any] = {key: record[key] for key in OWN_KEYS if record.get(key) is not None}
     for key, given in own.items():
         kind, expected = OWN_KEYS[key]
         inside = {"stop": str, "stop_token_ids": int}.get(key)
-        if isinstance(given, bool) or not isinstance(given, (int, float) if kind is float else kind) or (
-            inside is not None and not all(type(item) is inside for item in given)
-        ):  # fmt: skip
+        good = not isinstance(given, bool) and isinstance(given, (int, float) if kind is float else kind)
+        if good and inside is not None:
+            good = all(type(item) is inside for item in record[key])
+        if not good:
             raise ConfigError(f"{where}: {key} is {given!r}, expected {expected}")
-        own[key] = tuple(given) if inside else given
+        own[key] = tuple(record[key]) if inside else given
     return PromptLine(value, own.pop("id", ""), own)
 
 
