@@ -82,7 +82,8 @@ class _Shards:
             return
         try:
             self._file = self._file or self._path.open("wb")
-            shard = shard.to("cpu", self._dtype).contiguous()
+            # a copy: what numpy has looked at, torch never resizes again, and a switch may empty the weights' storage
+            shard = shard.to("cpu", self._dtype, copy=True).contiguous()
             if not all_finite(shard):
                 raise CheckpointError(f"{spec.name} holds NaN or infinite values on tensor-parallel rank {rank}")
             for piece in spec.pieces(tp, rank) or (None,):
