@@ -67,7 +67,8 @@ class SafetensorsStream:
                 f"{self._path.name}: got {name} {tuple(value.shape)} {value.dtype}, expected {expected_name} "
                 f"{tuple(shape)} {self._dtype}"
             )
-        self._file.write(value.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        # a copy: what numpy has looked at, torch never resizes again, and a switch may empty the weights' storage
+        self._file.write(value.to("cpu", copy=True).contiguous().view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Check that everything was written, flush to disk and give the file its final name."""
