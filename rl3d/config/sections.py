@@ -11,6 +11,8 @@ from rl3d.config.rewards import RewardFunction
 from rl3d.layout.parallel import GenLayout, TrainLayout, check_order
 
 PositiveInt = Annotated[int, Field(ge=1)]
+VERIFY_LEVELS = ("off", "sampled", "full")
+"""How much of the weights is compared after each switch."""
 
 
 class RandomModel(Section):
@@ -109,6 +111,25 @@ class LayoutConfig(Section):
         default="keep",
         description="drop: give the training weights' memory back during generation and rebuild them afterwards.",
     )
+    gradients: Literal["keep", "drop"] = Field(
+        default="keep",
+        description="drop: give the gradient buffers' memory back during generation.",
+    )
+    optimizer_state: Literal["keep", "host"] = Field(
+        default="keep",
+        description="host: fp32 weights and Adam moments wait in host memory during generation. (layout.offload keeps "
+        "them there always.)",
+    )
+    alias: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: a generation weight that is a contiguous piece of the rank's training weights is read where it "
+        "lies, without memory or copies of its own; off: all generation weights have memory of their own.",
+    )
+    defer_gather: bool = Field(
+        default=False,
+        description="With zero1 and zero2: leave out the all-gather after the last optimiser step of an update. Generation "
+        "takes each rank's own partition; on the way back the weights come from the nearest holder.",
+    )
     sequence_parallel: bool = Field(
         default=False,
         description="With tp: outside attention and MLP, each tensor-parallel rank holds a part of the sequence; less "
@@ -128,9 +149,10 @@ class LayoutConfig(Section):
         gt=0,
         description="Use no more than this of each GPU, in GB (10^9 bytes), as if it had no more; null: all that is free.",
     )
-    verify: Literal["off", "full"] = Field(
+    verify: Literal["off", "sampled", "full"] = Field(
         default="off",
-        description="full: compare weight fingerprints after each switch.",
+        description="Compare weight fingerprints after each switch: full: of every parameter; sampled: of every 16th, "
+        "others each time. Weights that are NaN or infinite are never handed to generation, whatever is set here.",
     )
     on_gpus: dict[PositiveInt, LayoutChoice] = Field(
         default_factory=dict,

@@ -120,6 +120,9 @@ def _layout_problems(cfg: RunConfig) -> list[Problem]:
             text = f"frees memory that layout.transport = peer lets other ranks read; use layout.transport=p2p, or {key}="
             other = "keep" if key == "training_copy" else "optimizer"
             problems.append(Problem(f"layout.{key}", text + other, freed[key]))
+    if cfg.layout.defer_gather and train.zero not in (1, 2):
+        text = f"leaves out a gather of zero1 and zero2, and layout.train = {train} has none; write zero1, or leave it out"
+        problems.append(Problem("layout.defer_gather", text, True))
     if cfg.layout.sequence_parallel and train.tp == 1:
         text = f"splits the sequence over tensor-parallel ranks, and layout.train = {train} has one; write tp2 or more"
         problems.append(Problem("layout.sequence_parallel", text, True))

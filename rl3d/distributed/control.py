@@ -17,9 +17,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+
+from rl3d.distributed.rollcall import LostRankError, RollCall
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ class ControlChannel:
         store: c10d store shared by the ranks; two connections of our own are made from it.
         rank, world_size: of this process.
         lock: the actor's re-entrant lock, held while an operation runs.
-        handlers: the operations without arguments, by name; a listener may run them.
+        handlers: the operations by name, with arguments that JSON can carry; a listener may run them.
         timeout_s: how long a rank waits for the others to join, and to finish.
         leader: only operations that this rank has called are carried out by listeners; a call that another rank makes
             alone fails after ``timeout_s``. Otherwise calls in different order could pass unnoticed.
@@ -63,7 +66,7 @@ class ControlChannel:
         rank: int,
         world_size: int,
         lock: Any,
-        handlers: dict[str, Callable[[], Any]],
+        handlers: dict[str, Callable[..., Any]],
         timeout_s: float,
         *,
         leader: int = 0,
@@ -82,6 +85,7 @@ class ControlChannel:
         if world_size == 1:
             return
         self._store = store.clone()
+        self._roll = RollCall(store, rank, world_size, name)
         if rank != leader:
             cuda = torch.cuda.current_device() if torch.cuda.is_available() else None
             self._listener = threading.Thread(
@@ -89,21 +93,25 @@ class ControlChannel:
             )
             self._listener.start()
 
-    def call(self, operation: str, run: Callable[[], Any] | None = None) -> Any:
+    def call(self, operation: str, run: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Run ``operation`` here and on all ranks; returns this rank's result.
 
-        Without ``run`` the operation is ``handlers[operation]`` and ranks that do not call it are served by their
-        listeners; it has ended on every rank when this returns. With ``run`` (an operation with arguments of its own
+        Without ``run`` the operation is ``handlers[operation]``, called with ``arguments``, which must be the same on all
+        ranks that call it; ranks that do not are served by their listeners, and it has ended on every rank when this
+        returns. With ``run`` (an operation with arguments of its own
         on each rank) every rank must make the call itself. Calls from inside an operation are part of it.
 
         Raises:
-            ControlError: ranks called different operations at this point of the sequence, some rank did not join or
-                finish within ``timeout_s``, or the operation failed on another rank.
+            ControlError: ranks called different operations, or with different arguments, at this point of the sequence,
+                some rank did not join or finish within ``timeout_s``, the operation failed on another rank, or a rank has
+                gone in its middle (the message names it).
             Exception: whatever the operation raised on this rank, in this call or on the listener before it.
         """
         if run is None and operation not in self.handlers:
             raise ControlError(f"unknown operation {operation!r}: expected one of {', '.join(sorted(self.handlers))}")
-        function = run if run is not None else self.handlers[operation]
+        if run is None and arguments:
+            operation = f"{operation} {json.dumps(arguments, sort_keys=True)}"
+        function = run if run is not None else self._handler(operation)
         if self._running_thread == threading.get_ident():
             return function()
         if self._closed.is_set():
@@ -124,6 +132,8 @@ class ControlChannel:
     def close(self) -> None:
         """Stop the listener of this rank. Local; later calls raise."""
         self._closed.set()
+        if self.world_size > 1:
+            self._roll.close()
         with self._moved:
             self._moved.notify_all()
         if self._listener is not None and threading.current_thread() is not self._listener:
@@ -139,6 +149,8 @@ class ControlChannel:
                 return self._inside(function)
             try:
                 result = self._inside(function)
+            except LostRankError as error:
+                raise ControlError(self._decide_lost(store, sequence, operation, error)) from error
             except BaseException as error:
                 message = f"{operation} failed on rank {self.rank}: {type(error).__name__}: {error}"
                 self._decide(store, "end", sequence, message)
@@ -196,6 +208,24 @@ class ControlChannel:
             )
         if verdict != _OK:
             raise ControlError(verdict)
+
+    def _decide_lost(self, store: Any, sequence: int, operation: str, error: LostRankError) -> str:
+        """Who has gone: in words, the same on every rank that asks while the store lives."""
+        try:
+            gone = ", ".join(str(rank) for rank in self._roll.absent())
+        except LostRankError as lost:
+            return f"{operation} broke off: {lost}. {error}"
+        text = f"{operation} broke off: rank(s) {gone} no longer answer. {error}"
+        if not gone:
+            text = f"{operation} broke off, though every rank still answers. {error}"
+        return self._decide(store, "end", sequence, text)
+
+    def _handler(self, operation: str) -> Callable[[], Any]:
+        """What stands behind an announced operation: its name, and its arguments as JSON, if any."""
+        name, _, arguments = operation.partition(" ")
+        if name not in self.handlers:
+            raise ControlError(f"rank {self.rank} has no operation {name!r}, which another rank called")
+        return partial(self.handlers[name], **(json.loads(arguments) if arguments else {}))
 
     def _inside(self, function: Callable[[], Any]) -> Any:
         before, self._running_thread = self._running_thread, threading.get_ident()
@@ -284,9 +314,7 @@ class ControlChannel:
                 return
             carried = _Carried(sequence, operation)
             try:
-                if operation not in self.handlers:
-                    raise ControlError(f"rank {self.rank} has no operation {operation!r}, which another rank called")
-                carried.result = self._take_part(store, operation, self.handlers[operation], joinable=True)
+                carried.result = self._take_part(store, operation, self._handler(operation), joinable=True)
             except Exception as error:
                 carried.error = error
                 log.error("%s, carried out on rank %d for rank %d: %s", operation, self.rank, self.leader, error)

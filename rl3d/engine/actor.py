@@ -3,54 +3,32 @@
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl3d.algorithms.advantages import grpo_advantages
 from rl3d.config import ConfigError, PPOConfig, passthrough_problems, zero_stage_from_fsdp
 from rl3d.distributed import bootstrap
 from rl3d.distributed.control import ControlChannel
 from rl3d.distributed.environment import detect
-from rl3d.engine.assemble import ActorSettings, assemble
-from rl3d.engine.batches import real_tokens, response_spans
+from rl3d.engine.assemble import ActorSettings, assemble, carry_out
+from rl3d.engine.batches import real_tokens
 from rl3d.engine.dtypes import dtype_of
 from rl3d.engine.gather import gather_from_replicas
 from rl3d.engine.hybrid import GENERATION, TRAINING, SwitchReport
 from rl3d.engine.policy import PolicyUpdate, TrainSample
+from rl3d.engine.rollout import Remembered, RolloutOutput, boundaries, train_samples
 from rl3d.engine.saving import Saving
-from rl3d.engine.source import ModelSource, open_model
+from rl3d.engine.source import ModelSource, open_model, with_tokenizer
+from rl3d.engine.verification import check_level
+from rl3d.engine.vocabulary import agreed_size, free_memory
 from rl3d.generation.engine import OnFinish, OnStep, Request, Result, SamplingParams
 from rl3d.layout import GenLayout, TrainLayout
 from rl3d.models import Architecture
 
 _actors = itertools.count()  # every rank makes its actors in the same order, so the numbers agree
-
-
-@dataclass
-class RolloutOutput:
-    """What :meth:`Actor.rollout` returns, equal on every rank; B sequences, P prompt columns, R response columns.
-
-    Attributes:
-        sequences: [B, P + R] token ids; the prompt columns as they were given, then the response, right-padded.
-        logprobs: [B, R] log-probability of each response token at the sampling temperature, 0 where padded.
-        response_mask: [B, R] bool, true on response tokens (the stop token included).
-        finish_reasons: ``"stop"`` or ``"length"`` for each sequence.
-    """
-
-    sequences: Tensor
-    logprobs: Tensor
-    response_mask: Tensor
-    finish_reasons: list[str]
-
-
-@dataclass
-class _Remembered:
-    output: RolloutOutput
-    prompts: list[list[int]]
-    temperature: float
 
 
 class Actor(Saving):
@@ -77,9 +55,15 @@ class Actor(Saving):
         engine, engine_options: what generates: ``"megatron"``, built in; weights are streamed into ``"hf"`` (transformers,
             gen="tp1") and ``"vllm"`` (with options of ``vllm.LLM``).
         staging_mib: cap on the staging memory of a switch, MiB per direction.
-        verify: compare fingerprints of every parameter after each switch.
+        verify: compare fingerprints after each switch: ``"full"`` of every parameter, ``"sampled"`` of every 16th, others
+            each time, or ``"off"`` (``True`` and ``False``: full and off).
         transport: ``"auto"``, ``"peer"``: ranks of a host read each other's memory (if they can, must); ``"p2p"``: messages.
         training_copy: ``"keep"``, or ``"drop"`` to give the training weights' memory back during generation.
+        gradients: ``"keep"``, or ``"drop"`` to give the gradient buffers back during generation.
+        optimizer_state: ``"keep"``, or ``"host"``: master weights and moments wait in host memory during generation.
+        alias: ``"auto"``: generation reads weights that are contiguous pieces of this rank's training weights where they
+            lie; ``"off"``: it has all weights in memory of its own.
+        defer_gather: with zero1 and zero2, leave out the all-gather after the last optimiser step before generation.
         sequence_parallel: split the sequence over tensor-parallel ranks outside attention and MLP.
         recompute: activations computed again in the backward pass: ``"none"``, ``"selective"`` (core attention) or
             ``"full"`` (each layer).
@@ -113,12 +97,13 @@ class Actor(Saving):
                  device: str = "auto", use_flash_attention: bool = True, algorithm: PPOConfig | None = None,
                  max_sequence_length: int | None = None, max_sequences: int = 64, max_prefill_tokens: int = 8192,
                  cache_strategy: str = "adaptive", engine: str = "megatron",
-                 engine_options: Mapping[str, Any] | None = None, staging_mib: int = 48, verify: bool = False,
-                 transport: str = "auto", training_copy: str = "keep", sequence_parallel: bool = False,
-                 recompute: str = "none", offload: str = "none", reference: bool | None = None,
-                 reference_residency: str = "device", deepspeed: Mapping[str, Any] | None = None,
-                 megatron: Mapping[str, Any] | None = None, seed: int = 0, timeout_s: float = 600,
-                 num_gpus: int | None = None):  # fmt: skip
+                 engine_options: Mapping[str, Any] | None = None, staging_mib: int = 48, verify: str | bool = "off",
+                 transport: str = "auto", training_copy: str = "keep", gradients: str = "keep",
+                 optimizer_state: str = "keep", alias: str = "auto", defer_gather: bool = False,
+                 sequence_parallel: bool = False, recompute: str = "none", offload: str = "none",
+                 reference: bool | None = None, reference_residency: str = "device",
+                 deepspeed: Mapping[str, Any] | None = None, megatron: Mapping[str, Any] | None = None,
+                 seed: int = 0, timeout_s: float = 600, num_gpus: int | None = None):  # fmt: skip
         deepspeed, megatron = dict(deepspeed or {}), dict(megatron or {})
         problems = passthrough_problems("deepspeed", deepspeed) + passthrough_problems("megatron", megatron)
         if problems:
@@ -148,19 +133,21 @@ class Actor(Saving):
             max_sequence_length=max_sequence_length,
             max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, cache_strategy=cache_strategy,
             engine=engine, engine_options=dict(engine_options or {}), staging_bytes=staging_mib << 20,
-            verify=verify, transport=transport, training_copy=training_copy, sequence_parallel=sequence_parallel,
+            verify=check_level(verify), transport=transport, training_copy=training_copy, gradients=gradients,
+            optimizer_state=optimizer_state, alias=alias, defer_gather=defer_gather, sequence_parallel=sequence_parallel,
             recompute=recompute, offload=offload, reference=reference, reference_residency=reference_residency,
             algorithm=self.algorithm, use_flash_attention=use_flash_attention, deepspeed=deepspeed, megatron=megatron,
         )  # fmt: skip
         self.seed, self._rollouts = seed, 0
         self.parts = assemble(self.source.directory, self.settings, self.runtime)
         self.hybrid = self.parts.hybrid
-        self._remembered: list[_Remembered] = []
+        self._own_tokenizer = False
+        self._remembered: list[Remembered] = []
         self._lock = threading.RLock()
         self._channel = ControlChannel(
             self.runtime.new_store(), self.runtime.rank, self.runtime.world_size, self._lock,
-            {"switch_to_generation": self.hybrid.switch_to_generation,
-             "switch_to_training": self.hybrid.switch_to_training},
+            {"switch_to_generation": lambda **options: self.hybrid.switch_to_generation(**options),
+             "switch_to_training": lambda: self.hybrid.switch_to_training()},
             self.runtime.timeout_s, name=f"actor{next(_actors)}",
         )  # fmt: skip
         self.runtime.before_leaving.append(self._channel.close)
@@ -175,12 +162,41 @@ class Actor(Saving):
     def is_training_mode(self) -> bool:
         return self.hybrid.mode == TRAINING
 
-    def switch_to_generation(self) -> SwitchReport:
-        """Move the weights into the generation layout; nothing to do when they are there. See :class:`SwitchReport`."""
-        return self._channel.call("switch_to_generation")
+    def switch_to_generation(self, device_ids: Sequence[int] | None = None,
+                             cache_strategy: str | None = None) -> SwitchReport:  # fmt: skip
+        """Move the weights into the generation layout; nothing to do when they are there.
 
-    def switch_to_training(self) -> SwitchReport:
-        """Return to the training layout; nothing to do when there."""
+        Args:
+            device_ids: ranks (one a GPU) that generate; the others are free for other work, and hold no generation weights.
+                A multiple of the generation layout's tp; by default all ranks.
+            cache_strategy: of the key/value cache from now on: ``"adaptive"``, ``"full"`` or ``"lightweight"``.
+
+        Raises:
+            ValueError: ranks or a strategy that cannot be.
+            NonFiniteWeightsError, VerificationError, SwitchError: nothing was switched on any rank, and training goes on.
+            ControlError: ranks made different calls, or a rank has gone (the message names it).
+        """
+        options: dict[str, Any] = {} if device_ids is None else {"device_ids": list(device_ids)}
+        options |= {} if cache_strategy is None else {"cache_strategy": cache_strategy}
+        return self._channel.call("switch_to_generation", **options)
+
+    def switch_to_training(self, device_ids: Sequence[int] | None = None) -> SwitchReport:
+        """Return to the training layout; nothing to do when there.
+
+        Args:
+            device_ids: training takes all ranks of its layout: they may be listed, and nothing else.
+
+        Raises:
+            ValueError: other ``device_ids``.
+            VerificationError, SwitchError: nothing was switched on any rank, and generation goes on.
+            ControlError: as for :meth:`switch_to_generation`.
+        """
+        world = self.runtime.world_size
+        if device_ids is not None and sorted(device_ids) != list(range(world)):
+            raise ValueError(
+                f"switch_to_training(device_ids={list(device_ids)}): the training layout {self.settings.train} takes all "
+                f"{world} ranks; leave device_ids out"
+            )
         return self._channel.call("switch_to_training")
 
     # ---- generation
@@ -240,7 +256,7 @@ class Actor(Saving):
         finally:
             if was_training:
                 self.switch_to_training()
-        self._remembered = [*self._remembered[-7:], _Remembered(output, prompts, temperature)]
+        self._remembered = [*self._remembered[-7:], Remembered(output, prompts, temperature)]
         return output
 
     def _params(self, max_new_tokens: int, temperature: float, top_p: float, top_k: int,
@@ -257,18 +273,7 @@ class Actor(Saving):
         results = self.sample([Request(prompts[i], params, (step, i, 0)) for i in share])
         mine = {share[r.request_index]: r for r in results}
         every = list(gather_from_replicas(mine, self.parts.gen_groups, self.runtime.cpu_group).values())
-        width = max((len(r.token_ids) for r in every), default=0)
-        responses = torch.full((len(every), width), pad, dtype=torch.int64)
-        logprobs = torch.zeros(len(every), width)
-        mask = torch.zeros(len(every), width, dtype=torch.bool)
-        for row, result in enumerate(every):
-            n = len(result.token_ids)
-            responses[row, :n] = torch.tensor(result.token_ids, dtype=torch.int64)
-            logprobs[row, :n] = torch.tensor(result.logprobs)
-            mask[row, :n] = True
-        sequences = torch.cat([input_ids.cpu(), responses], dim=1).to(input_ids.device)
-        reasons = [r.finish_reason for r in every]
-        return RolloutOutput(sequences, logprobs.to(input_ids.device), mask.to(input_ids.device), reasons), prompts
+        return RolloutOutput.of(every, input_ids, pad), prompts
 
     # ---- training
 
@@ -296,48 +301,15 @@ class Actor(Saving):
             ValueError: shapes that do not fit, or foreign sequences without ``response_mask``.
         """
         self.hybrid.require(TRAINING, "update")
-        known = next((m for m in reversed(self._remembered) if torch.equal(m.output.sequences, sequences)), None)
-        if known is not None and response_mask is None:
-            prompts = known.prompts
-            spans = response_spans(sequences, known.output.response_mask)
-            temperature = known.temperature if temperature is None else temperature
-        elif response_mask is None:
-            raise ValueError(
-                "update(): these sequences did not come from this actor's rollout(); pass response_mask=[B, R], true on "
-                "the response tokens"
-            )
-        else:
-            spans = response_spans(sequences, response_mask)
-            first = sequences.shape[1] - response_mask.shape[1]
-            if response_mask.shape[1] == sequences.shape[1]:
-                first = int(response_mask.int().argmax(dim=1).min())
-            head_mask = None if attention_mask is None else attention_mask[:, :first]
-            prompts = real_tokens(sequences[:, :first], head_mask, self.source.pad_token_id)
-        samples = self._train_samples(prompts, spans, rewards, old_logprobs)
+        prompts, spans, sampled_at = boundaries(
+            self._remembered, sequences, response_mask, attention_mask, self.source.pad_token_id
+        )
+        temperature = sampled_at if temperature is None else temperature
+        samples = train_samples(prompts, spans, rewards, old_logprobs, self.algorithm.norm_adv_by_std)
         size = self.algorithm.mini_batch_size
         mini_batches = [range(i, min(i + size, len(samples))) for i in range(0, len(samples), size)]
-        metrics = self.learn(samples, mini_batches, 1.0 if temperature is None else temperature)
+        metrics = self.learn(samples, mini_batches, temperature)
         return {**metrics, "total_loss": metrics["actor/total_loss"]}
-
-    def _train_samples(self, prompts: list[list[int]], spans: list[list[int]], rewards: Tensor,
-                       old_logprobs: Tensor) -> list[TrainSample]:  # fmt: skip
-        if len(rewards) != len(spans) or len(old_logprobs) != len(spans):
-            raise ValueError(
-                f"update(): {len(spans)} sequences, {len(rewards)} rewards and {len(old_logprobs)} rows of old_logprobs; "
-                f"expected one of each for every sequence"
-            )
-        ids: dict[tuple[int, ...], int] = {}
-        group = torch.tensor([ids.setdefault(tuple(p), len(ids)) for p in prompts])
-        if len(ids) == len(prompts):
-            group = torch.zeros_like(group)
-        scores = rewards.detach().float().cpu()
-        advantages = grpo_advantages(scores, group, normalize_by_std=self.algorithm.norm_adv_by_std).tolist()
-        valid = scores.isfinite().tolist()
-        rows = old_logprobs.detach().float().cpu().tolist()
-        return [
-            TrainSample(prompt, span, advantage, row[: len(span)], ok, score)
-            for prompt, span, advantage, row, ok, score in zip(prompts, spans, advantages, rows, valid, scores.tolist())
-        ]
 
     def learn(self, samples: Sequence[TrainSample], mini_batches: Sequence[Sequence[int]], temperature: float,
               lr_of_step: Callable[[], float] | None = None, **hooks: Any) -> dict[str, float]:  # fmt: skip
@@ -379,6 +351,35 @@ class Actor(Saving):
     def call(self, name: str, run: Callable[[], Any]) -> Any:
         """Run a collective operation of your own in the actor's sequence of operations; every rank must call it."""
         return self._channel.call(name, run)
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use another tokenizer, with more tokens perhaps. Collective, in training mode; every rank must call it.
+
+        When it has more tokens than the model's vocabulary, embedding and output projection grow in every layout, and
+        reference and generation with them: new rows are the mean of the old ones. The optimiser then starts anew, from the
+        weights as the model has them. A critic or reward model must be made afterwards.
+
+        Raises:
+            ModeError: in generation mode.
+            ValueError: tokenizers of different sizes on the ranks.
+        """
+
+        def run() -> None:
+            self.hybrid.require(TRAINING, "set_tokenizer")
+            size = agreed_size(len(tokenizer), self.runtime.cpu_group)
+            if size > self.parts.arch.vocab_size:
+                if self.settings.engine != "megatron":
+                    raise ValueError(f"set_tokenizer(): engine = {self.settings.engine!r} has a model of its own, whose "
+                                     f"vocabulary stays; use engine='megatron'")  # fmt: skip
+                carried = carry_out(self.parts, self.settings, size)
+                del self.parts, self.hybrid  # before their successors need the memory
+                free_memory()
+                self.parts = assemble(self.source.directory, self.settings, self.runtime, carried)
+                self.hybrid = self.parts.hybrid
+            self.tokenizer, self._own_tokenizer = tokenizer, True
+            self.source = with_tokenizer(self.source, tokenizer)
+
+        self._channel.call("set_tokenizer", run)
 
     # ---- the end
 

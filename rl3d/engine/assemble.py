@@ -5,7 +5,7 @@ Everything that can be wrong with a layout or a model is found before any weight
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,17 @@ from rl3d.config import PPOConfig, zero_problem
 from rl3d.distributed import bootstrap
 from rl3d.distributed.bootstrap import Runtime
 from rl3d.distributed.groups import GroupRegistry, ModelGroups, generation_groups, training_groups
+from rl3d.engine.arena import Arena, alias_weights, house
 from rl3d.engine.download import local_directory
 from rl3d.engine.feed import WeightFeed
 from rl3d.engine.hybrid import HybridEngine
+from rl3d.engine.partitions import partition_layout
 from rl3d.engine.roles import ForwardRole
+from rl3d.engine.side import GenerationSide
 from rl3d.engine.training import TrainingEngine
+from rl3d.engine.vocabulary import Carried, put, take
 from rl3d.engine.zero import AdamSettings, stage_run
 from rl3d.generation.attention import CachedSelfAttention
-from rl3d.generation.engine import GenerationEngine
 from rl3d.generation.load import engine_problem, make_fed_engine
 from rl3d.generation.megatron import MegatronGenerator
 from rl3d.io.import_hf import import_hf
@@ -52,9 +55,13 @@ class ActorSettings:
     engine: str = "megatron"
     engine_options: dict[str, Any] = field(default_factory=dict)
     staging_bytes: int = 48 << 20
-    verify: bool = False
+    verify: str = "off"
     transport: str = "auto"
     training_copy: str = "keep"
+    gradients: str = "keep"
+    optimizer_state: str = "keep"
+    alias: str = "auto"
+    defer_gather: bool = False
     sequence_parallel: bool = False
     recompute: str = "none"
     offload: str = "none"
@@ -67,6 +74,15 @@ class ActorSettings:
 
 
 @dataclass
+class CarriedModels:
+    """Weights in host memory, and the size of the vocabulary that they are to have."""
+
+    vocab_size: int
+    policy: Carried
+    reference: Carried | None
+
+
+@dataclass
 class ActorParts:
     """An assembled actor. ``gen_groups`` and the generator are ``None`` on ranks that do not generate.
 
@@ -76,22 +92,32 @@ class ActorParts:
     arch: Architecture
     padded_vocab: int
     groups: ModelGroups
-    gen_groups: ModelGroups | None
     train: TrainingEngine
     hybrid: HybridEngine
     reference: ForwardRole | None
     mesh_order: tuple[str, ...]
     build: Callable[..., Any]
 
+    @property
+    def gen_groups(self) -> ModelGroups | None:
+        """Where the current generation model lives."""
+        return self.hybrid.side.groups
 
-def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> ActorParts:
+
+def assemble(directory: Path, settings: ActorSettings, runtime: Runtime, carried: CarriedModels | None = None) -> ActorParts:
     """Build and load everything. Collective over all ranks.
+
+    Args:
+        directory: configuration and weights.
+        carried: take the weights from here, for a vocabulary of another size.
 
     Raises:
         LayoutError, UnsupportedModelError: the layouts, the model and the number of ranks do not fit together.
         CheckpointError: the weights do not match the configuration.
     """
     arch = Architecture.from_hf(directory)
+    if carried is not None:
+        arch = replace(arch, vocab_size=carried.vocab_size)
     train, gen, world = settings.train.resolve(runtime.world_size), settings.gen, runtime.world_size
     if (problem := zero_problem(train, settings.offload)) is not None:
         raise LayoutError(f"training layout {train}: {problem}")
@@ -111,7 +137,6 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     if settings.engine == "vllm":  # it groups consecutive ranks itself
         replicas = tuple(map(tuple, GenMesh(gen.tp, tuple(range(world))).groups()))
     source = ShardLayout.training(mesh, arch.num_layers, zero=train.zero, vpp=train.vpp)
-    target = ShardLayout.replicas(gen.tp, replicas, arch.num_layers)
 
     _, note = stage_run(train.zero, train.pp, settings.dtype == torch.bfloat16)
     if note and runtime.rank == 0:
@@ -119,7 +144,6 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     bootstrap.init_deepspeed()
     registry = GroupRegistry.of(runtime, "model")
     groups = training_groups(mesh, registry, train.vpp)
-    gen_groups = generation_groups(replicas, registry)
     move_group = GroupRegistry.of(runtime, "move").all_of([tuple(range(world))])  # of its own: a listener may move
 
     device, dtype = runtime.device, settings.dtype
@@ -129,13 +153,20 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
                     "recompute": settings.recompute, **settings.megatron}  # fmt: skip
         return build_model(arch, where, padded_vocab=padded_vocab, dtype=dtype, device=device, **options)
 
+    def fill(model: Any, place: Path, weights: Carried | None) -> None:
+        if weights is None:
+            return _load(place, arch, padded_vocab, model, groups)
+        put(weights, canonical_parameters(model, arch, groups), specs, arch.vocab_size, groups)
+
     model = build(groups)
-    _load(directory, arch, padded_vocab, model, groups)
+    fill(model, directory, None if carried is None else carried.policy)
     reference = None
     if settings.reference:
         frozen = build(groups)
         other = settings.algorithm.reference_model
-        if other is None:
+        if carried is not None and carried.reference is not None:
+            fill(frozen, directory, carried.reference)
+        elif other is None:
             with torch.no_grad():
                 for copy, original in zip(frozen.parameters(), model.parameters(), strict=True):
                     copy.copy_(original)
@@ -152,38 +183,71 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime) -> Acto
     algorithm = settings.algorithm
     adam = AdamSettings(algorithm.lr, algorithm.betas, algorithm.eps, algorithm.weight_decay, algorithm.max_grad_norm)
     engine = TrainingEngine(model, arch, groups, stage=train.zero, settings=adam, deepspeed=settings.deepspeed,
-                            logprob_chunk=algorithm.logprob_chunk_tokens, offload=settings.offload)  # fmt: skip
+                            logprob_chunk=algorithm.logprob_chunk_tokens, offload=settings.offload,
+                            defer_gather=settings.defer_gather)  # fmt: skip
 
-    generator: GenerationEngine | None = None
-    gen_weights: dict[str, Any] = {}
-    feed = None
-    if settings.engine != "megatron":
+    partitions = None
+    if settings.defer_gather:
+        partitions = partition_layout(engine, mesh, arch, specs, vpp=train.vpp, group=runtime.cpu_group)
+    arena = Arena(device)
+    shares = settings.alias == "auto" and settings.training_copy == "keep" and not settings.defer_gather
+
+    def feed_side(where: ModelGroups | None, chosen: Sequence[tuple[int, ...]]) -> GenerationSide:
+        """An engine with a model of its own. It cuts its own shards, so every rank takes the whole of each tensor."""
         fed = None
-        if gen_groups is not None:
-            generator = fed = make_fed_engine(
-                settings.engine, directory, gen_groups, device=device, dtype=dtype, max_sequences=settings.max_sequences,
+        if where is not None:
+            fed = make_fed_engine(
+                settings.engine, directory, where, device=device, dtype=dtype, max_sequences=settings.max_sequences,
                 max_sequence_length=settings.max_sequence_length, max_prefill_tokens=settings.max_prefill_tokens,
                 vocab_size=arch.vocab_size, options=settings.engine_options,
             )  # fmt: skip
-        # such an engine cuts its own shards, so every rank takes the whole of each tensor
-        target = ShardLayout.replicas(1, [(r,) for r in sorted(r for group in replicas for r in group)], arch.num_layers)
-        feed = WeightFeed(mapped, source, target, engine.weights, None if fed is None else fed.load_weights,
+        members = tuple(sorted(rank for replica in chosen for rank in replica))
+        layout = ShardLayout.replicas(1, [(rank,) for rank in members], arch.num_layers)
+        feed = WeightFeed(mapped, source, layout, engine.weights, None if fed is None else fed.load_weights,
                           rank=runtime.rank, group=move_group, device=device, staging_bytes=settings.staging_bytes,
                           nodes=runtime.nodes)  # fmt: skip
-    elif gen_groups is not None:
-        gen_model = build(gen_groups, mode="generate", self_attention=CachedSelfAttention)
-        gen_weights = {n: p.data for n, p in canonical_parameters(gen_model, arch, gen_groups).items()}
+        return GenerationSide(members, layout, where, fed, {}, feed=feed)
+
+    def make_side(ranks: Sequence[int] | None) -> GenerationSide:
+        """Generation on ``ranks``, or on all. Collective."""
+        chosen = replicas if ranks is None else GenMesh(gen.tp, tuple(ranks)).groups()
+        layout = ShardLayout.replicas(gen.tp, chosen, arch.num_layers)
+        where = generation_groups(chosen, registry)
+        if settings.engine != "megatron":
+            return feed_side(where, chosen)
+        members = tuple(sorted(rank for replica in chosen for rank in replica))
+        if where is None:
+            return GenerationSide(members, layout, None, None, {})
+        model = build(where, mode="generate", self_attention=CachedSelfAttention)
+        aliases = alias_weights(specs, source, layout, runtime.rank, engine.local_weights) if shares else {}
+        weights = house(canonical_parameters(model, arch, where), arena, aliases)
         generator = MegatronGenerator(
-            gen_model, gen_groups.tp, arch.vocab_size, max_sequences=settings.max_sequences,
+            model, where.tp, arch.vocab_size, max_sequences=settings.max_sequences,
             max_sequence_length=settings.max_sequence_length, device=device, dtype=dtype,
             max_prefill_tokens=settings.max_prefill_tokens, cache_strategy=settings.cache_strategy,
         )  # fmt: skip
+        return GenerationSide(members, layout, where, generator, weights, frozenset(aliases))
+
     hybrid = HybridEngine(
-        engine, generator, gen_weights, specs=specs, source=source, target=target, group=move_group, rank=runtime.rank,
+        engine, make_side, arena, specs=specs, source=source, partitions=partitions, group=move_group, rank=runtime.rank,
         device=device, staging_bytes=settings.staging_bytes, nodes=runtime.nodes, verify=settings.verify,
-        transport=settings.transport, training_copy=settings.training_copy, feed=feed,
+        transport=settings.transport, training_copy=settings.training_copy, gradients=settings.gradients,
+        optimizer_state=settings.optimizer_state,
     )  # fmt: skip
-    return ActorParts(arch, padded_vocab, groups, gen_groups, engine, hybrid, reference, mesh.order, build)
+    return ActorParts(arch, padded_vocab, groups, engine, hybrid, reference, mesh.order, build)
+
+
+def carry_out(parts: ActorParts, settings: ActorSettings, vocab_size: int) -> CarriedModels:
+    """The weights of policy and reference in host memory, on their way into :func:`assemble`. Collective."""
+    mapped = mapped_parameters(parts.arch, parts.padded_vocab, str(settings.dtype).removeprefix("torch."))
+    specs = [m.spec for m in mapped]
+    size, groups = parts.arch.vocab_size, parts.groups
+    policy = take(parts.train.weights, specs, size, groups, parts.train.zero.shards_weights)
+    reference = None
+    if parts.reference is not None:
+        with parts.reference.residency.resident():
+            reference = take(parts.reference.shards, specs, size, groups, parts.train.zero.shards_weights)
+    return CarriedModels(vocab_size, policy, reference)
 
 
 def _meshes(specs: Sequence[Any], train: TrainLayout, gen: GenLayout, order: tuple[str, ...] | None,

@@ -57,7 +57,8 @@ class Critic:
                 model, self.arch, self.groups, stage=settings.train.zero, settings=adam, deepspeed=settings.deepspeed,
                 offload=settings.offload,
             )  # fmt: skip
-            self.residency = Residency(engine.zero.resident_tensors, config.critic_residency)
+            zero = engine.zero
+            self.residency = Residency(zero.resident_tensors, config.critic_residency, changed=lambda: zero.changes)
 
     @property
     def frozen(self) -> bool:

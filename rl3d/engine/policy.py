@@ -172,7 +172,7 @@ class PolicyUpdate:
                 on_mini_batch(index, total)
             lr = lr_of_step()
             self.engine.zero.set_lr(lr)
-            result = self.engine.train_step(rows, self._loss, self.temperature)
+            result = self.engine.train_step(rows, self._loss, self.temperature, last=index == total - 1)
             if result.stepped and on_step is not None:
                 on_step()
             history.append(self._metrics(result.collected, result.grad_norm, result.stepped, lr))

@@ -42,6 +42,15 @@ class ForwardRole:
         """Canonical name -> this rank's shard; to be read inside ``residency.resident()``."""
         return {name: p.data for name, p in canonical_parameters(self.model, self.arch, self.groups).items()}
 
+    @property
+    def shards(self) -> dict[str, Tensor]:
+        """As :attr:`weights`; of sharded weights this rank's flat parts, on the training device."""
+        named = canonical_parameters(self.model, self.arch, self.groups)
+        if not self._sharded:
+            return {name: p.data for name, p in named.items()}
+        device = self._engine.device
+        return {name: p.ds_tensor.data.to(device) for name, p in named.items()}  # type: ignore[attr-defined]
+
     def logprobs(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         """Log-probabilities [N] of each micro-batch; an empty list except on the last stage."""
         rows = self._rows(batches)

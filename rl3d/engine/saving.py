@@ -19,6 +19,8 @@ class Saving:
     hybrid: Any
     source: ModelSource
     runtime: Runtime
+    tokenizer: Any
+    _own_tokenizer: bool
     _channel: Any
 
     def save_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -35,6 +37,8 @@ class Saving:
             parts, train = self.parts, self.parts.train
             export(directory, self.source.directory, parts.arch, parts.padded_vocab, train.weights, parts.groups, dtype,
                    flat_shards=train.zero.shards_weights)  # fmt: skip
+            if self._own_tokenizer and self.runtime.rank == 0:  # not the one that lies beside the weights' source
+                self.tokenizer.save_pretrained(directory)
             self.runtime.barrier()
 
         self._channel.call(name, run)

@@ -3,7 +3,7 @@
 import atexit
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,13 @@ def open_model(model: Any, tokenizer: Any, runtime: Runtime) -> ModelSource:
     if tokenizer is None:
         tokenizer = load_tokenizer(directory) if _has_tokenizer(directory) else None
     return ModelSource(directory, tokenizer, stop_ids(directory, tokenizer), pad_id(directory, tokenizer))
+
+
+def with_tokenizer(source: ModelSource, tokenizer: Any) -> ModelSource:
+    """The same directory with another tokenizer and its special tokens."""
+    directory = source.directory
+    return replace(source, tokenizer=tokenizer, stop_token_ids=stop_ids(directory, tokenizer),
+                   pad_token_id=pad_id(directory, tokenizer))  # fmt: skip
 
 
 def _has_tokenizer(directory: Path) -> bool:

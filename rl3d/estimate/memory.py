@@ -104,6 +104,9 @@ def predict(arch: Architecture, train: TrainLayout, gen: GenLayout, settings: Me
     return MemoryPlan(tuple(worst.values()), host, outside)
 
 
+_PARKED = {"master weights", "Adam moments"}
+
+
 class _Stage:
     """One rank of one pipeline stage."""
 
@@ -115,8 +118,11 @@ class _Stage:
         self.passes = Passes(arch, self.padded // train.tp, train, settings, stage)
         self.host: dict[str, int] = {}
         self.resident: dict[str, int] = dict(self.state.held)
-        self._keep("generation weights", generation_weights(arch, self.padded, gen, settings))
+        self._keep("generation weights", generation_weights(arch, self.padded, train, gen, settings))
         self._on_host(self.state.host)
+        parked = [pinned(size) for item, size in self.state.held.items() if item in _PARKED]
+        if settings.optimizer_state == "host" and settings.device == "cuda" and parked:
+            self._on_host({"optimiser (parked)": sum(parked)})
         if settings.device == "cuda":
             self._keep("libraries", LIBRARIES)
         self.brought = 0
@@ -201,6 +207,8 @@ class _Stage:
             {"KV cache": cache_bytes(self.arch, self.gen, self.settings)},
             {"activations": working_bytes(self.arch, self.padded, self.gen, self.settings)},
         )
-        if self.settings.training_copy == "keep":
-            return phase
-        return Phase(phase.name, {k: v for k, v in phase.items.items() if k != "weights"}, phase.stage)
+        away = {"weights"} if self.settings.training_copy == "drop" else set()
+        away |= {"gradients"} if self.settings.gradients == "drop" else set()
+        if self.settings.optimizer_state == "host" and self.settings.device == "cuda":
+            away |= _PARKED
+        return Phase(phase.name, {k: v for k, v in phase.items.items() if k not in away}, phase.stage)

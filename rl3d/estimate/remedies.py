@@ -166,6 +166,11 @@ def _offload_params(request: Request) -> tuple[str, Request] | None:
     return text, replace(changed, settings=replace(changed.settings, offload="params"))
 
 
+def _coincide(request: Request) -> bool:
+    """Whether generation reads the training weights themselves, which then cannot be dropped to save anything."""
+    return request.settings.alias and (request.train.tp, request.train.pp) == (request.gen.tp, 1)
+
+
 def _longest(request: Request) -> int:
     return request.settings.max_sequence_length
 
@@ -174,7 +179,9 @@ _CHANGES: tuple[Change, ...] = (
     _setting("algorithm.reference_residency", "reference", "host", lambda r: r.settings.reference == "device"),
     _smaller("algorithm.micro_batch_tokens", "micro_batch_tokens", 2, _longest),
     _smaller("algorithm.logprob_chunk_tokens", "logprob_chunk_tokens", 4, lambda r: 64),
-    _setting("layout.training_copy", "training_copy", "drop", lambda r: r.train.zero < 3),
+    _setting("layout.training_copy", "training_copy", "drop", lambda r: r.train.zero < 3 and not _coincide(r)),
+    _setting("layout.gradients", "gradients", "drop"),
+    _setting("layout.optimizer_state", "optimizer_state", "host", lambda r: r.settings.offload == "none"),
     _smaller("rollout.max_sequences", "max_sequences", 2, lambda r: 8),
     _smaller("rollout.max_batch_tokens", "max_prefill_tokens", 4, lambda r: 1024),
     _setting("algorithm.critic_residency", "critic", "host", lambda r: r.settings.critic == "device"),

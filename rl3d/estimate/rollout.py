@@ -2,7 +2,7 @@
 
 from rl3d.estimate.parameters import stage_numels
 from rl3d.estimate.settings import MemorySettings
-from rl3d.layout import GenLayout
+from rl3d.layout import GenLayout, TrainLayout
 from rl3d.models import Architecture
 
 FP32 = 4
@@ -11,8 +11,12 @@ PAGE_SIZE = {"cpu": 16, "cuda": 32}
 _DRAW = 28  # bytes for each logit: three int64 of the noise's hash, the scaled logit
 
 
-def generation_weights(arch: Architecture, padded_vocab: int, gen: GenLayout, settings: MemorySettings) -> int:
-    """Bytes of one rank's shard of the generation copy."""
+def generation_weights(arch: Architecture, padded_vocab: int, train: TrainLayout, gen: GenLayout,
+                       settings: MemorySettings) -> int:  # fmt: skip
+    """Bytes of one rank's shard of the generation copy; none where it is the training copy. (Where some weights only are,
+    they are counted all the same.)"""
+    if settings.alias and settings.training_copy == "keep" and train.zero < 3 and (train.tp, train.pp) == (gen.tp, 1):
+        return 0
     return settings.element * sum(stage_numels(arch, padded_vocab, gen.tp, 1, 1, 0))
 
 

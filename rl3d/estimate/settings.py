@@ -19,6 +19,8 @@ class MemorySettings:
         sequence_parallel: norms and residuals cut over the tensor-parallel ranks.
         offload: ``"none"``, ``"optimizer"`` or ``"params"`` to host memory.
         training_copy: ``"keep"`` or ``"drop"`` the training weights during generation.
+        gradients, optimizer_state: ``"keep"``, or ``"drop"`` and ``"host"`` during generation.
+        alias: generation reads weights that lie in the training weights as it needs them where they are.
         reference, critic: ``"none"``, or where the model stays between uses: ``"device"`` or ``"host"``.
         critic_learns: the critic has gradients and an optimiser of its own.
         critic_arch: the critic's shape; None: the policy's.
@@ -39,6 +41,9 @@ class MemorySettings:
     sequence_parallel: bool = False
     offload: str = "none"
     training_copy: str = "keep"
+    gradients: str = "keep"
+    optimizer_state: str = "keep"
+    alias: bool = True
     reference: str = "device"
     critic: str = "none"
     critic_learns: bool = True

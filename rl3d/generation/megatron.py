@@ -136,9 +136,10 @@ class MegatronGenerator:
         if self.cache_strategy == "full" and self._fixed_pages is None:
             self.pool.forget()
             return 0
-        return self._drop()
+        return self.drop_cache()
 
-    def _drop(self) -> int:
+    def drop_cache(self) -> int:
+        """Free the cache, whatever the strategy; the bytes."""
         self.pool.reset(self._fixed_pages or 0)
         if self.runner is not None:
             self.runner.forget()
@@ -252,7 +253,7 @@ class MegatronGenerator:
                 scheduler.release_all()
                 self.pool.forget()
             if self.cache_strategy == "lightweight":
-                self._drop()
+                self.drop_cache()
         return [s.result for s in sequences]
 
     def abort(self, request_id: str) -> None:

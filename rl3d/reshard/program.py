@@ -209,7 +209,8 @@ def _overlaps(spans: list[tuple[int, int, str, str]]) -> Iterator[str]:
     for span in spans:
         active = [other for other in active if other[1] > span[0]]
         for other in active:
-            aliased = other[3] == span[3] and other[:2] == span[:2] and other[2] != span[2]
+            inner, outer = (other, span) if other[2] == "destination" else (span, other)
+            aliased = inner[3] == outer[3] and inner[2] != outer[2] and outer[0] <= inner[0] and inner[1] <= outer[1]
             if "destination" in (other[2], span[2]) and not aliased:
                 yield (
                     f"{other[2]} parameter {other[3]} and {span[2]} parameter {span[3]} share memory; expected "
@@ -219,15 +220,19 @@ def _overlaps(spans: list[tuple[int, int, str, str]]) -> Iterator[str]:
 
 
 def _moving_aliases(plan: Plan, rank: int, src: Tensors, dst: Tensors) -> Iterator[str]:
-    """A parameter whose source and destination are one memory must be all local and stay where it is."""
+    """A parameter whose destination is a part of its source's memory must be all local and stay where it is."""
     rows: Rows | None = None
     for index, name in enumerate(plan.names):
-        if name not in src or name not in dst or src[name].data_ptr() != dst[name].data_ptr() or not src[name].numel():
+        if name not in src or name not in dst or not src[name].numel():
+            continue
+        size = src[name].element_size()
+        shift, rest = divmod(dst[name].data_ptr() - src[name].data_ptr(), size)
+        if rest or not 0 <= shift < src[name].numel():
             continue
         if rows is None:
             rows = plan.rows_of(rank)
         mine = (rows.param == index) & (rows.dst == rank) & (rows.src != FILL)
-        stays = (rows.src == rank) & (rows.src_offset == rows.dst_offset) & (rows.src_pitch == rows.dst_pitch)
+        stays = (rows.src == rank) & (rows.src_offset == rows.dst_offset + shift) & (rows.src_pitch == rows.dst_pitch)
         if bool((mine & ~stays).any()):
             yield (
                 f"parameter {name} has one memory for {plan.source.name} and {plan.destination.name}, but its values "

@@ -52,7 +52,7 @@ CASES = [
     ("trainer.loggers=[console, mlflow]", ["trainer.loggers.1 = 'mlflow'", "'wandb'"]),
     ("trainer.name=a/b", ["trainer.name = 'a/b'", "names a directory"]),
     ("layout.ranks=0", ["layout.ranks = 0", "at least 1 or 'auto'"]),
-    ("layout.verify=some", ["layout.verify = 'some'", "'off' or 'full'"]),
+    ("layout.verify=some", ["layout.verify = 'some'", "'off', 'sampled' or 'full'"]),
     ("layout.order=tp-pp", ["layout.order = 'tp-pp'", "tp-pp-dp"]),
     ("model.dtype=float16", ["model.dtype = 'float16'", "'bfloat16'"]),
     ("reward.function=score", ["reward.function = 'score'", "module:name"]),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rl3d import Actor, PPOConfig
 from rl3d.engine.hybrid import ModeError
 from rl3d.engine.policy import TrainSample
+from rl3d.engine.rollout import train_samples
 from rl3d.io import import_hf
 from rl3d.models import Architecture, parameter_specs
 from rl3d.reshard.fingerprint import compare, fingerprint_tensor
@@ -84,8 +85,8 @@ def _generation(root: Path, tied: bool, train: str, gen: str, **memory: Any) -> 
     sampled = actor.rollout(ids, max_new_tokens=NEW_TOKENS, temperature=0.8, stop_token_ids=[])
     # zero learning rate: what the training engine thinks of the same tokens, and nothing else
     metrics = actor.learn(
-        actor._train_samples(actor._remembered[-1].prompts, [r.tolist() for r in sampled.sequences[:, 12:]],
-                             torch.arange(6.0), sampled.logprobs),
+        train_samples(actor._remembered[-1].prompts, [r.tolist() for r in sampled.sequences[:, 12:]],
+                      torch.arange(6.0), sampled.logprobs, actor.algorithm.norm_adv_by_std),
         [range(6)], 0.8, lambda: 0.0,
     )  # fmt: skip
     return {
@@ -102,9 +103,9 @@ def _life(root: Path, tied: bool, train: str, gen: str, copy: str, **memory: Any
                   algorithm=config, reference=True, **memory)  # fmt: skip
     before = actor.hybrid.training_fingerprints()
     enable_switch_profiling()
-    trips = []
+    trips, transports = [], set()
     for _ in range(3):
-        actor.switch_to_generation()
+        transports.add(actor.switch_to_generation().transport)
         trips += compare(before, actor.hybrid.generation_fingerprints())
         actor.switch_to_generation()
         actor.switch_to_training()
@@ -129,7 +130,7 @@ def _life(root: Path, tied: bool, train: str, gen: str, copy: str, **memory: Any
     after = actor.rollout(prompts(), max_new_tokens=NEW_TOKENS, stop_token_ids=[])
     return {
         "copy": copy, "trips": trips, "profile": profile, "trace": trace, "changed": len(moved), "parameters": len(before),
-        "learned": learned, "transport": actor.hybrid._to_generation.transport.name,
+        "learned": learned, "transport": sorted(transports),
         "mode": actor.hybrid.mode, "errors": errors, "metrics": metrics, "export": name,
         "sequences": after.sequences.tolist(), "logprobs": after.logprobs.tolist(),
     }  # fmt: skip

@@ -32,7 +32,7 @@ def _actor(runtime: Any, root: Path, out: Path, train: str, tied: bool, memory: 
     ]
     fed, ours = actors
     widest: list[int] = []
-    load = fed.hybrid._generator.load_weights  # type: ignore[union-attr]
+    load = fed.hybrid.side.generator.load_weights  # type: ignore[union-attr]
 
     def watched(tensors: Any) -> None:
         def seen() -> Any:
@@ -42,7 +42,7 @@ def _actor(runtime: Any, root: Path, out: Path, train: str, tied: bool, memory: 
 
         load(seen())
 
-    fed.hybrid._to_generation.load = watched  # type: ignore[union-attr]
+    fed.hybrid.side.feed.load = watched  # type: ignore[union-attr]
     before = fed.rollout(prompts(), max_new_tokens=NEW_TOKENS, temperature=0.8, stop_token_ids=[])
     ours.rollout(prompts(), max_new_tokens=NEW_TOKENS, temperature=0.8, stop_token_ids=[])
     for actor in actors:
@@ -61,7 +61,7 @@ def _actor(runtime: Any, root: Path, out: Path, train: str, tied: bool, memory: 
     return {
         "train": train, "weights": str(place), "greedy": greedy.tolist(), "before": before.sequences.tolist(),
         "sampled": [s.sequences.tolist() for s in sampled], "logprobs": [s.logprobs.tolist() for s in sampled],
-        "moved": received.tolist(), "buckets": len(fed.hybrid._to_generation.buckets),  # type: ignore[union-attr]
+        "moved": received.tolist(), "buckets": len(fed.hybrid.side.feed.buckets),  # type: ignore[union-attr]
         "widest": max(widest),
         "model": sum(s.numel // s.shape[0] * (s.valid_rows or s.shape[0]) * 4 for s in fed.hybrid.specs),
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,9 +92,9 @@ def generation(groups: ModelGroups) -> dict[str, Any]:
     found["working"] = meter.peak - before
     settings = MemorySettings(dtype="bfloat16", device="cpu", max_sequence_length=prompt + new, max_sequences=count,
                               max_prefill_tokens=480)  # fmt: skip
-    gen, padded = GenLayout(groups.tp_size), arch.padded_vocab(2)
+    gen, padded, own = GenLayout(groups.tp_size), arch.padded_vocab(2), replace(settings, alias=False)
     expected = {
-        "weights": generation_weights(arch, padded, gen, settings), "cache": cache_bytes(arch, gen, settings),
+        "weights": generation_weights(arch, padded, TrainLayout(), gen, own), "cache": cache_bytes(arch, gen, settings),
         "working": working_bytes(arch, padded, gen, settings),
     }  # fmt: skip
     return {"name": str(gen), "found": found, "expected": expected}

@@ -68,12 +68,15 @@ def test_stages_hold_the_parameters_of_the_table(arch, layout):
         ({"offload": "optimizer"}, "update", 60e9),
         ({"max_sequences": 16}, "generation", 9e9),
         ({"training_copy": "drop"}, "generation", 13e9),
+        ({"alias": True}, "generation", 13e9),
+        ({"gradients": "drop"}, "generation", 26e9),
+        ({"optimizer_state": "host"}, "generation", 80e9),
     ],
     ids=str,
 )
 def test_what_a_setting_saves(change, phase, least):
-    base = plan(micro_batch_tokens=4096)
-    changed = plan(**{"micro_batch_tokens": 4096, **change})
+    base = plan(micro_batch_tokens=4096, alias=False)
+    changed = plan(**{"micro_batch_tokens": 4096, "alias": False, **change})
     assert base.phase(phase).bytes - changed.phase(phase).bytes > least
 
 

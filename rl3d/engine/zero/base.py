@@ -50,17 +50,23 @@ class ZeroEngine(ABC):
     Attributes:
         level: data-parallel ranks must run the same number of micro-batches, as each communicates.
         shards_weights: between steps a rank holds flat parts of the weights; forward passes communicate.
+        can_defer: the all-gather after a step may wait, see :meth:`step`.
+        gather_pending: this rank's weights are new in its own partition only; :meth:`complete_weights` gathers the rest.
+        changes: grows with every step and load: what is kept between steps differs from then on.
         peak_gradient_bytes: most bytes of gradients seen while :meth:`watch_gradients` is on.
     """
 
     level = False
     shards_weights = False
+    can_defer = False
 
     def __init__(self, model: torch.nn.Module, groups: ModelGroups, settings: AdamSettings, config: dict[str, Any]):
         self.module, self.groups, self.settings = model, groups, settings
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
         self.bf16 = self.parameters[0].dtype == torch.bfloat16
+        self.gather_pending = False
+        self.changes = 0
         self.peak_gradient_bytes = 0
         self._watching = False
         for parameter in self.parameters:  # before DeepSpeed adds its own, which take the gradient away
@@ -115,11 +121,16 @@ class ZeroEngine(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def step(self) -> tuple[float, bool]:
+    def step(self, defer_gather: bool = False) -> tuple[float, bool]:
         """Clip and update. Returns the gradient norm before clipping and whether the step was taken.
 
         A norm that is not finite skips the step on all ranks: weights and moments stay as they were.
+
+        Args:
+            defer_gather: where :attr:`can_defer`, leave out the all-gather of the updated partitions;
+                :attr:`gather_pending` says that it was.
         """
+        self.changes += 1
         self.engine.step()
         skipped = bool(getattr(self.optimizer, "overflow", False))
         norm = self.engine.get_global_grad_norm()
@@ -130,6 +141,14 @@ class ZeroEngine(ABC):
     def shard(self, parameter: Parameter) -> Tensor:
         """What this rank holds of the weights of a parameter between steps: all of it, or a flat part (stage 3)."""
         return parameter.data
+
+    def complete_weights(self) -> int:
+        """Gather what a step left out; the bytes received. Collective over dp, like the step it belongs to."""
+        return 0
+
+    def weights_rebuilt(self) -> None:
+        """The weights are complete again: somebody has written all of them."""
+        self.gather_pending = False
 
     @property
     def rests_on_host(self) -> bool:
@@ -150,9 +169,22 @@ class ZeroEngine(ABC):
 
     def resident_tensors(self) -> list[Tensor]:
         """All that this engine keeps between steps: weights, master weights, gradients and their buffers, moments."""
+        return [*self._here(self.flat_weights()), *self.optimizer_tensors(), *self.gradient_tensors()]
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        """Master weights and moments on the training device, apart from what is weights or gradients as well."""
         moments = [t for state in self._moments().state.values() for t in state.values()]
-        tensors = [*self.flat_weights(), *self.master_partitions(), *self._gradient_storage(), *moments]
-        here = self.device.type  # AdamW counts its steps in scalars; offloaded state is on the host already
+        taken = _storages([*self.flat_weights(), *self.gradient_tensors()])
+        state = self._here([*self.master_partitions(), *moments])
+        return [t for t in state if t.untyped_storage()._cdata not in taken]
+
+    def gradient_tensors(self) -> list[Tensor]:
+        """Gradients and the buffers that they are collected in, on the training device."""
+        return self._here(self._gradient_storage())
+
+    def _here(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
+        """On the training device; AdamW counts its steps in scalars, and offloaded state is on the host already."""
+        here = self.device.type
         return [t.data for t in tensors if isinstance(t, Tensor) and t.dim() and t.device.type == here]
 
     # ---- how much memory gradients take
@@ -219,6 +251,8 @@ class ZeroEngine(ABC):
             moments[master] = {k: v.to(master.device, copy=True).view(master.shape if v.dim() else ())
                                for k, v in adam.items()}  # fmt: skip
         self._weights_from_masters()
+        self.weights_rebuilt()
+        self.changes += 1
 
     @abstractmethod
     def _weights_from_masters(self) -> None:
@@ -244,6 +278,10 @@ class MicroBatchReduction(ZeroEngine):
 
     def finish_gradients(self, shared_embedding: Parameter | None) -> None:
         """Nothing is left to do: partial gradients were completed one by one, and there is one stage."""
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {t.untyped_storage()._cdata for t in tensors}
 
 
 def start_deepspeed(model: torch.nn.Module, groups: ModelGroups, config: dict[str, Any], optimizer: Any) -> Any:

@@ -5,6 +5,7 @@ accumulate gradients in fp32.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from rl3d.engine.zero.base import MicroBatchReduction, Span, ZeroEngine
 
 class WholeGradientsEngine(ZeroEngine):
     """Gradients accumulate whole and are reduced once for each step: stage 1, and stage 2 with pipeline stages."""
+
+    can_defer = True
 
     @property
     def _is_bf16_optimizer(self) -> bool:
@@ -36,13 +39,39 @@ class WholeGradientsEngine(ZeroEngine):
                 self._sample_gradients()
         self._sample_gradients()
 
-    def step(self) -> tuple[float, bool]:
+    def step(self, defer_gather: bool = False) -> tuple[float, bool]:
         """See :meth:`ZeroEngine.step`."""
-        norm, stepped = super().step()
+        defer_gather &= self.groups.dp_size > 1
+        with self._without_gather() if defer_gather else contextlib.nullcontext():
+            norm, stepped = super().step()
+        self.gather_pending = defer_gather and stepped
         if not stepped and not self._is_bf16_optimizer:
             # with offload DeepSpeed keeps the gradients of a step that it skips, and would add the next ones to them
             self.optimizer.averaged_gradients.clear()
         return norm, stepped
+
+    @contextlib.contextmanager
+    def _without_gather(self) -> Iterator[None]:
+        """DeepSpeed's step without its last act, the all-gather; this rank's partition is updated all the same."""
+        module = sys.modules[type(self.optimizer).__module__]
+        gather = module.all_gather_dp_groups  # type: ignore[attr-defined]
+        module.all_gather_dp_groups = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            module.all_gather_dp_groups = gather  # type: ignore[attr-defined]
+
+    def complete_weights(self) -> int:
+        """See :meth:`ZeroEngine.complete_weights`."""
+        if not self.gather_pending:
+            return 0
+        received = 0
+        for flat, parts in zip(self.flat_weights(), self._partitions(), strict=True):
+            own = parts[self.groups.dp_rank]
+            dist.all_gather_into_tensor(flat.data, own.data.clone(), group=self.groups.dp)
+            received += (flat.numel() - own.numel()) * flat.element_size()
+        self.gather_pending = False
+        return received
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """See :meth:`ZeroEngine.gradient`."""
@@ -85,15 +114,17 @@ class WholeGradientsEngine(ZeroEngine):
                     out[-1].append(Span(parameter, start, stop, first + start - low))
         return out
 
-    def _weights_from_masters(self) -> None:
+    def _partitions(self) -> list[list[Tensor]]:
+        """Views of :meth:`flat_weights`, one for each data-parallel rank."""
         optimizer = self.optimizer
         bf16 = self._is_bf16_optimizer
-        partitions = optimizer.bf16_partitioned_groups if bf16 else optimizer.parallel_partitioned_bit16_groups
-        for master, flat, parts in zip(self.master_partitions(), self.flat_weights(), partitions, strict=True):
-            own = parts[self.groups.dp_rank]
-            own.data.copy_(master.data)
-            if self.groups.dp_size > 1:
-                dist.all_gather_into_tensor(flat.data, own.data.clone(), group=self.groups.dp)
+        return list(optimizer.bf16_partitioned_groups if bf16 else optimizer.parallel_partitioned_bit16_groups)
+
+    def _weights_from_masters(self) -> None:
+        for master, parts in zip(self.master_partitions(), self._partitions(), strict=True):
+            parts[self.groups.dp_rank].data.copy_(master.data)
+        self.gather_pending = self.groups.dp_size > 1
+        self.complete_weights()
 
 
 class ScatteredGradientsEngine(MicroBatchReduction, WholeGradientsEngine):

@@ -26,8 +26,9 @@ class ReplicatedEngine(ZeroEngine):
         self.engine.allreduce_gradients()
 
     @torch.no_grad()
-    def step(self) -> tuple[float, bool]:
+    def step(self, defer_gather: bool = False) -> tuple[float, bool]:
         """See :meth:`ZeroEngine.step`."""
+        self.changes += 1
         norm = self._norm()
         if not torch.isfinite(norm):
             self.engine.zero_grad()
