@@ -56,7 +56,7 @@ def _settings(cfg: RunConfig) -> MemorySettings:
         training_copy=layout.training_copy,
         gradients=layout.gradients,
         optimizer_state=layout.optimizer_state,
-        alias=layout.alias == "auto" and not layout.defer_gather,
+        alias=layout.alias == "auto" and not layout.defer_gather and rollout.engine == "megatron",
         reference=algorithm.reference_residency if algorithm.needs_reference else "none",
         critic=algorithm.critic_residency if algorithm.use_critic else "none",
         critic_learns=not algorithm.freeze_critic,
