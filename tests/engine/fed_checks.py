@@ -84,7 +84,7 @@ def _refused(directory: Path) -> dict[str, str]:
 def _broken(runtime: Any, directory: Path) -> dict[str, Any]:
     """A loader that fails on one rank half-way: an error there, nobody is left waiting, and the next switch is good."""
     actor = Actor(directory, train="tp2.pp1.zero1", engine="hf")
-    mover = actor.hybrid._to_generation
+    mover = actor.hybrid.side.feed
     load = mover.load  # type: ignore[union-attr]
 
     def fail(tensors: Any) -> None:
