@@ -55,7 +55,7 @@ def test_no_rank_holds_more_than_a_bucket_beside_its_model(facts, index):
 def test_what_such_an_engine_cannot_do_is_refused(facts):
     refused = facts["refused"]
     assert "engine 'hf' runs a whole model on one rank, tp is 2" in refused["tp"]
-    assert "verify = True" in refused["verify"] and "training_copy = 'drop'" in refused["drop"]
+    assert "verify = 'full'" in refused["verify"] and "training_copy = 'drop'" in refused["drop"]
 
 
 def test_a_loader_that_fails_leaves_nobody_waiting(facts):
