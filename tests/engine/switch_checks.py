@@ -293,6 +293,7 @@ def _calls(root: Path) -> dict[str, Any]:
         actor.switch_to_training()
     dist.barrier()
     modes = _everywhere(actor.hybrid.mode)
+    actor.call("together", lambda: None)  # what listeners carried out is behind all main threads
     actor._channel.grace_s = 600.0  # calls are left to the main threads, however busy the machine is
     dist.barrier()
     order = _outcome(actor.switch_to_generation if rank != 2 else actor.switch_to_training)
