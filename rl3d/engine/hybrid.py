@@ -96,7 +96,7 @@ class HybridEngine:
         if self.side.feed is not None and (self.verify != "off" or training_copy == "drop" or transport == "peer"):
             raise ValueError(
                 f"verify = {self.verify!r}, training_copy = {training_copy!r}, transport = {transport!r}: an engine with a "
-                f"model of its own has no generation weights here to compare, to rebuild from or to write into; leave them out"
+                f"model of its own has no generation weights here to compare, rebuild from or write into; leave them out"
             )
         self._sides = {self.side.ranks: self.side}
         self._usual = self.side.ranks
