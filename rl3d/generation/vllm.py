@@ -8,7 +8,9 @@ vLLM reads the launcher's environment (its ``external_launcher``), schedules on 
 from the whole tensors that it is given.
 """
 
+import contextlib
 import os
+import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -74,13 +76,14 @@ class VLLMGenerator:
         usual |= {"enable_sleep_mode": device.type == "cuda", "enable_prefix_caching": True}
         if max_prefill_tokens is not None:
             usual["max_num_batched_tokens"] = max(max_prefill_tokens, max_sequence_length)
-        self.llm = LLM(
-            str(directory), skip_tokenizer_init=True, dtype=str(dtype).removeprefix("torch."), seed=0,
-            tensor_parallel_size=1 if self.group is None else self.group.size(),
-            distributed_executor_backend="external_launcher", max_model_len=max_sequence_length,
-            max_num_seqs=max_sequences, load_format="auto" if weights else "dummy", logits_processors=[Draws],
-            async_scheduling=False, **usual | options,
-        )  # fmt: skip
+        with _shared_memory_of_its_own(self.group, device):
+            self.llm = LLM(
+                str(directory), skip_tokenizer_init=True, dtype=str(dtype).removeprefix("torch."), seed=0,
+                tensor_parallel_size=1 if self.group is None else self.group.size(),
+                distributed_executor_backend="external_launcher", max_model_len=max_sequence_length,
+                max_num_seqs=max_sequences, load_format="auto" if weights else "dummy", logits_processors=[Draws],
+                async_scheduling=False, **usual | options,
+            )  # fmt: skip
         self._sleeps = bool((usual | options)["enable_sleep_mode"])
         self._asleep: set[str] = set()
         self.weights_version: int | None = 0 if weights else None
@@ -239,6 +242,25 @@ def _settled(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str,
     the very end."""
     for name, value in tensors:
         yield name, value.clone()
+
+
+@contextlib.contextmanager
+def _shared_memory_of_its_own(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """On a CPU vLLM names the shared memory of a tensor-parallel group after how its ranks meet. Under a launcher that is
+    the same for every engine, and the second one finds the first one's memory; here each gets a name."""
+    if group is None or device.type != "cpu":
+        yield
+        return
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
+
+    name = [f"rl3d-{secrets.token_hex(6)}"]
+    dist.broadcast_object_list(name, group=group, group_src=0)
+    meet = Executor._distributed_args
+    Executor._distributed_args = lambda self: (f"env://{name[0]}", *meet(self)[1:])
+    try:
+        yield
+    finally:
+        Executor._distributed_args = meet
 
 
 def _environment(device: torch.device) -> None:

@@ -24,7 +24,7 @@ def test_known_optima_of_eight_ranks_are_met(capsys: pytest.CaptureFixture[str])
 def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "plan", "--quick"]) == 0
     out = capsys.readouterr().out
-    assert "| llama2-7b | dp8.zero3 | tp8 | 8 | 1.065 | 1.155 | 1.065 | 1.155 | 1.155 |" in out
+    assert "| llama2-7b | dp8.zero3 | tp8 | 8 | 8 | 1.065 | 1.155 | 1.065 | 1.155 | 1.155 |" in out
 
 
 def test_a_case_that_cannot_be_is_one_error() -> None:
