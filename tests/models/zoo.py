@@ -70,11 +70,11 @@ CONVERTED: dict[str, tuple[type, dict[str, Any]]] = {
 EVERY = {**MODELS, **CONVERTED}
 
 
-def make(name: str) -> Any:
-    """The model, fp32, in evaluation mode; the same weights at every call."""
+def make(name: str, **changes: Any) -> Any:
+    """The model, fp32, in evaluation mode; the same weights at every call. ``changes``: of its configuration."""
     kind, settings = {**MODELS, **CONVERTED}[name]
     torch.manual_seed(1)
-    config = kind(**{"rope_parameters": dict(THETA), **settings}, attn_implementation="eager")
+    config = kind(**{"rope_parameters": dict(THETA), **settings, **changes}, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for key, buffer in model.named_buffers():
