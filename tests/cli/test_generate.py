@@ -98,6 +98,7 @@ def test_prompts_of_all_kinds(tmp_path: Path) -> None:
     assert [line.prompt for line in read_prompts(file)] == ["a", [{"role": "user", "content": "b"}], [1, 2]]
 
 
+@pytest.mark.slow
 def test_lines_have_lengths_and_stops_of_their_own(model: Path, tmp_path: Path) -> None:
     file, whole = tmp_path / "p.jsonl", tmp_path / "whole.txt"
     whole.write_text("ab : c\n")

@@ -1,5 +1,6 @@
 """Training state read into other layouts: facts of four ranks for test_actor.py."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,18 @@ MOVES = (
 )
 
 
-def main(root: Path) -> list[dict[str, Any]]:
+def every(runtime: Any, directory: str) -> list[dict[str, Any]]:
+    """All moves."""
+    return main(Path(directory), MOVES)
+
+
+def main(root: Path, moves: Sequence[tuple[bool, str, str, str, str]] = MOVES[:1] + MOVES[4:5]) -> list[dict[str, Any]]:
     """Three updates in one layout, against two there and the third in another that took its state over."""
     config = PPOConfig(batch_size=8, kl_coef=0.0, lr=1e-3)
     samples = [TrainSample(s.tokens[: s.prompt].tolist(), s.tokens[s.prompt :].tolist(), (-1.0) ** i)
                for i, s in enumerate(sequences(0))]  # fmt: skip
     facts = []
-    for tied, before, after, dtype, offload in MOVES:
+    for tied, before, after, dtype, offload in moves:
         directory = root / ("tied" if tied else "untied")
         through = Actor(directory, train=before, gen="tp2", algorithm=config, dtype=dtype)
         moved = Actor(directory, train=after, gen="tp2", algorithm=config, dtype=dtype, offload=offload)

@@ -20,7 +20,8 @@ PARKED = (("tp2.pp1.zero1", "bfloat16"), ("tp2.pp1.zero2", "float32"), ("tp2.pp1
 BAD = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
-def main(runtime: Any, directory: str) -> dict[str, Any]:
+def main(runtime: Any, directory: str, wide: bool) -> dict[str, Any]:
+    """``wide``: in more layouts."""
     root = Path(directory)
     return {
         "deferred": [_deferred(root, *case) for case in DEFERRED],
@@ -32,10 +33,12 @@ def main(runtime: Any, directory: str) -> dict[str, Any]:
         "memory": _memory(root),
         "changed": _changed(root),
         "sampled": _sampled(root),
-        "subset": [_subset(root, train) for train in ("tp2.pp1.zero1", "tp1.pp1.zero1")],
+        "subset": [_subset(root, train) for train in ("tp2.pp1.zero1", "tp1.pp1.zero1")[: 1 + wide]],
         "calls": _calls(root),
         "strategy": _strategy(root),
-        "grown": [_grown(root, train, tied) for train, tied in (("tp2.pp2.zero1", True), ("tp2.pp1.zero3", False))],
+        "grown": [
+            _grown(root, train, tied) for train, tied in (("tp2.pp2.zero1", True), ("tp2.pp1.zero3", False))[: 1 + wide]
+        ],
     }
 
 

@@ -76,9 +76,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(facts):
 
 
 def test_a_run_goes_on_in_any_other_layout(facts):
+    check_carried(facts["carried"], 2)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_every_other_layout(root):
+    check_carried(run_ranks("tests.engine.carry_checks:every", 4, {"directory": str(root)}, timeout=400), 6)
+
+
+def check_carried(moves, count):
     """Weights are carried bit for bit; the moments with them, or the next step would go elsewhere."""
-    assert len(facts["carried"]) == 6
-    for found in facts["carried"]:
+    assert len(moves) == count
+    for found in moves:
         assert found["equal"] == [], found["move"]
         rounding = 2**-7 / 1e-3  # of bf16 weights up to 2, in steps
         assert found["distance"] < (rounding if "bfloat16" in found["move"] else 2e-3), found["move"]

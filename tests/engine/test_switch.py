@@ -9,12 +9,14 @@ from tests.ranks import run_ranks
 from tests.reference import save_llama
 
 
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory):
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "more layouts"])
+def facts(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("switch")
     save_llama(directory / "untied", False), save_llama(directory / "tied", True)
     # a minute on two idle cores
-    found = run_ranks("tests.engine.switch_checks:main", 4, {"directory": str(directory)}, timeout=900)
+    found = run_ranks(
+        "tests.engine.switch_checks:main", 4, {"directory": str(directory), "wide": request.param}, timeout=900
+    )
     return {**found, "root": directory}
 
 

@@ -87,6 +87,7 @@ def convert(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "checkpoints_tools", *words], env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_logits_of_transformers_and_megatron_core(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
              "intermediate_size": 64, "tie_word_embeddings": True}  # fmt: skip

@@ -124,8 +124,8 @@ def switching(source: Path, layout: str, gen: str, prompt: list[int]) -> dict[st
     """An actor's round: rollout, update, and the moves in between, each proved by fingerprints."""
     actor = Actor(source, train=layout, gen=gen, verify=True)
     greedy = actor.rollout(torch.tensor([prompt, prompt[::-1]]), max_new_tokens=8, temperature=0.0, stop_token_ids=[])
+    before = actor.hybrid.generation_fingerprints()  # weights that lie in the training copy change with it
     metrics = actor.update(greedy.sequences, torch.tensor([1.0, 0.0]), greedy.logprobs, temperature=1.0)
-    before = actor.hybrid.generation_fingerprints()
     actor.switch_to_generation()
     after = actor.hybrid.generation_fingerprints()
     actor.switch_to_training()
