@@ -100,6 +100,8 @@ class VLLMGenerator:
         self.weights_version = None
         self._wake("weights")
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _settled(tensors)})
+        if self.device.type == "cpu":
+            self.llm.apply_model(_pack_embeddings)
         self.llm.reset_prefix_cache()  # what is in it was computed with the weights before
 
     def allocate_cache(self) -> int:
@@ -235,6 +237,16 @@ class VLLMGenerator:
             self.llm.llm_engine.abort_request(list(names))  # those that ended already are left alone
         for name in names:
             SEQUENCES.pop(name, None)
+
+
+def _pack_embeddings(model: torch.nn.Module) -> None:
+    """On a CPU vLLM computes logits from a packed copy of the output projection. Of an embedding that is both it keeps the
+    copy of the weights before."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _settled(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
