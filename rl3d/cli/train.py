@@ -67,6 +67,9 @@ def _launch(args: argparse.Namespace, cfg: "RunConfig") -> int:
 
 
 def _train_here(cfg: "RunConfig", place: "Place") -> int:
+    from rl3d.distributed import notice
+
+    notice.remember()
     from rl3d.trainer.run import main as train
 
     return int(train(cfg) or 0)

@@ -15,6 +15,7 @@ from rl3d.config import RolloutConfig, TrainerConfig
 from rl3d.data.dataset import PromptDataset
 from rl3d.data.sources import load_rows
 from rl3d.data.tokenizers import load_tokenizer
+from rl3d.distributed import notice
 from rl3d.engine.reward_model import RewardModel
 from rl3d.rewards.runner import RewardFailure
 from rl3d.trainer.checkpoint import ResumeError
@@ -54,6 +55,11 @@ def main(runtime: Any, directory: str) -> dict[str, Any]:
     first.add_callback(lambda step, logs: _warn(runtime) if step == 2 else None, every_rank=True)
     first.train()
     stopped = [first.stopped, first.global_step, (first.run_dir / "hf").exists()]
+    early = make(root, "early", 2)
+    notice.remember()
+    _warn(runtime)  # while the run starts
+    early.train()
+    stopped += [early.stopped, early.global_step]
     second = make(root, "halves", 6)
     second.train()
     resumed = second.actor.hybrid.training_fingerprints()
