@@ -6,6 +6,7 @@ megatron-core passes the context through the model and asks it a few questions o
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.inference.config import InferenceConfig
@@ -36,6 +37,7 @@ class GenerationContext(BaseInferenceContext):
         self.cache = cache
         self.max_sequence_length = max_sequence_length
         self.positions: torch.Tensor = torch.empty(0, dtype=torch.int64)
+        self.last = self.chunk_of = self.store_at = self.chunk_pages = self.positions
         self._decode = False
         self._rope_source: torch.Tensor | None = None
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -58,25 +60,35 @@ class GenerationContext(BaseInferenceContext):
         """Chunks of prompts, packed one after the other, then ``padding`` tokens that are thrown away.
 
         A chunk sees its sequence's earlier tokens on their pages. Sets :attr:`last`, the packed index of the last token
-        of each chunk.
+        of each chunk, and for bodies that store keys and values themselves (:meth:`attend_stored`) :attr:`chunk_pages`
+        [chunks, pages], :attr:`chunk_of` [T] and :attr:`store_at` [T], positions with -1 for the padding.
         """
         device, size = self.cache.device, self.cache.page_size
         self._decode, self._rope, self._padding = False, None, padding
-        self._lengths = [len(c.tokens) for c in chunks]
+        self._lengths, self._starts = [len(c.tokens) for c in chunks], [c.start for c in chunks]
         self._batch = sum(self._lengths)
-        positions = [torch.arange(c.start, c.start + len(c.tokens)) for c in chunks]
-        pages = [torch.tensor(c.sequence.pages) for c in chunks]
-        rows = [page[at // size] * size + at % size for page, at in zip(pages, positions, strict=True)]
-        self._write_rows = torch.cat(rows).to(device)
-        self.positions = F.pad(torch.cat(positions), (0, padding)).to(device)
-        ends = torch.tensor(self._lengths).cumsum(0)
-        self.last = (ends - 1).to(device)
-        self._starts = [c.start for c in chunks]
+        ends, starts = np.cumsum(self._lengths), np.array(self._starts)
+        chunk_of = np.repeat(np.arange(len(chunks)), self._lengths)
+        positions = np.arange(self._batch) + (starts - ends + self._lengths)[chunk_of]
+        table = np.zeros((len(chunks), max(len(c.sequence.pages) for c in chunks)), dtype=np.int64)
+        for row, chunk in zip(table, chunks, strict=True):
+            row[: len(chunk.sequence.pages)] = chunk.sequence.pages
+        slots = table[chunk_of, positions // size] * size + positions % size
+        # in one transfer; a token that pads is of no sequence: its position is 0, for storing keys and values -1
+        at = np.zeros((4, self._batch + padding), dtype=np.int64)
+        at[:3, : self._batch] = positions, slots, chunk_of
+        at[3, : self._batch], at[3, self._batch :] = positions, -1
+        rest = np.concatenate([ends - 1, [0], ends, table.ravel()])
+        together = torch.from_numpy(np.concatenate([at.ravel(), rest])).to(device)
+        self.positions, slots_T, self.chunk_of, self.store_at = together[: at.size].view(at.shape).unbind()
+        self._write_rows = slots_T[: self._batch]
+        self.last, border, pages = together[at.size :].split([len(chunks), len(chunks) + 1, table.size])
+        self.chunk_pages = pages.view(table.shape)
         self._pages = [
-            None if c.start == 0 else page[None, : -(-(c.start + n) // size)].to(device)
-            for c, page, n in zip(chunks, pages, self._lengths, strict=True)
+            None if c.start == 0 else self.chunk_pages[i : i + 1, : -(-(c.start + n) // size)]
+            for i, (c, n) in enumerate(zip(chunks, self._lengths, strict=True))
         ]
-        self._cumulative = F.pad(ends, (1, 0)).to(device, torch.int32) if not any(self._starts) else None
+        self._cumulative = None if any(self._starts) else border.to(torch.int32)
 
     def plan_decode(self, positions_T: torch.Tensor, table: torch.Tensor, batch: int, longest: int) -> None:
         """One token of each of the first ``batch`` rows of the block table [rows, columns], at ``positions_T``.
@@ -110,6 +122,12 @@ class GenerationContext(BaseInferenceContext):
         self.cache.write(layer, self._write_rows, key[:real], value[:real])
         attend = self._attend_decode if self._decode else self._attend_prefill
         out = attend(layer, query[:real], key, value, scale)
+        return F.pad(out, (0, 0, 0, self._padding)) if self._padding else out
+
+    def attend_stored(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                      scale: float | None) -> torch.Tensor:  # fmt: skip
+        """:meth:`attend` of a prefill whose keys and values are on their pages already."""
+        out = self._attend_prefill(layer, query[: self._batch], key, value, scale)
         return F.pad(out, (0, 0, 0, self._padding)) if self._padding else out
 
     def rotate(self, x: torch.Tensor, angles: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

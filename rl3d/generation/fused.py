@@ -1,9 +1,11 @@
-"""One decode step over paged pools, in as few kernels as the layers allow: eight and two products a layer.
+"""Forward passes over paged pools in as few kernels as the layers allow: a decode step of eight and two products a layer,
+and prompts packed one after the other.
 
-The same parameters and the same arithmetic as :class:`rl3d.generation.lean.LeanBody`; nothing waits for the host and no
-address changes between steps, so a step can be captured in a CUDA graph.
+The same parameters and the same arithmetic as :class:`rl3d.generation.lean.LeanBody`. Nothing in a decode step waits for
+the host and no address changes between steps, so it can be captured in a CUDA graph.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 
 from rl3d.generation import lean
+from rl3d.generation.context import GenerationContext
 from rl3d.kernels import (
     add_rms_norm,
     fp32_logits,
@@ -72,41 +75,68 @@ class DecodeBody:
         alone = len(tokens_B) == 1 and self.group is None  # time to read the weights with kernels made for one row
         lengths_B = (positions_B + 1).to(torch.int32)
         x = model.embedding.word_embeddings(tokens_B)
-        norm = layers[0].input_layernorm
-        normed = x if alone else rms_norm(x, norm.weight, norm.eps)
+        if not alone:
+            return self._layers(x, lambda index, attention, qkv: self._attend(index, attention, qkv, positions_B, table,
+                                                                              lengths_B))  # fmt: skip
         for index, layer in enumerate(layers):
             attention, mlp = layer.self_attention, layer.mlp
-            last = index + 1 == len(layers)
             before, between = layer.input_layernorm, layer.pre_mlp_layernorm
-            after = model.decoder.final_layernorm if last else layers[index + 1].input_layernorm
-            if alone:
-                qkv = norm_gemv(x, (before.weight, before.eps), attention.linear_qkv.weight)
-                x = gemv_add(
-                    self._attend(index, attention, qkv, positions_B, table, lengths_B), attention.linear_proj.weight, x
-                )
-                hidden = norm_gemv(x, (between.weight, between.eps), mlp.linear_fc1.weight, glu=True)
-                x = gemv_add(hidden, mlp.linear_fc2.weight, x)
-                continue
-            qkv = F.linear(normed, attention.linear_qkv.weight)
+            qkv = norm_gemv(x, (before.weight, before.eps), attention.linear_qkv.weight)
             out = self._attend(index, attention, qkv, positions_B, table, lengths_B)
+            x = gemv_add(out, attention.linear_proj.weight, x)
+            hidden = norm_gemv(x, (between.weight, between.eps), mlp.linear_fc1.weight, glu=True)
+            x = gemv_add(hidden, mlp.linear_fc2.weight, x)
+        norm = model.decoder.final_layernorm
+        return norm_gemv(x, (norm.weight, norm.eps), self._head(), dtype=torch.float32)
+
+    def prefill(self, ids_T: torch.Tensor, rows_N: torch.Tensor, context: GenerationContext) -> torch.Tensor:
+        """Logits [N, padded_vocab / tp], fp32, at the packed tokens ``rows_N`` of what ``context`` has planned."""
+
+        def attend(index: int, attention: Any, qkv: torch.Tensor) -> torch.Tensor:
+            keys, values = self.cache.pools(index)
+            kept = qkv.new_empty(2, len(qkv), *keys.shape[2:])
+            query = self._append(index, attention, qkv, context.store_at, context.chunk_pages, context.chunk_of,
+                                 (kept[0], kept[1]))  # fmt: skip
+            return context.attend_stored(index, query, kept[0], kept[1], self.scale)
+
+        return self._layers(self.model.embedding.word_embeddings(ids_T), attend, rows_N)
+
+    def _layers(self, x: torch.Tensor, attend: Callable[[int, Any, torch.Tensor], torch.Tensor],
+                rows_N: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+        """Logits [N, padded_vocab / tp], fp32, of embedded tokens [T, hidden] (at ``rows_N``, or all)."""
+        layers = self.model.decoder.layers
+        norm = layers[0].input_layernorm
+        normed = rms_norm(x, norm.weight, norm.eps)
+        for index, layer in enumerate(layers):
+            attention, mlp, between = layer.self_attention, layer.mlp, layer.pre_mlp_layernorm
+            out = attend(index, attention, F.linear(normed, attention.linear_qkv.weight))
             normed, x = add_rms_norm(self._project(out, attention.linear_proj), x, between.weight, between.eps)
             out = self._project(swiglu(F.linear(normed, mlp.linear_fc1.weight)), mlp.linear_fc2)
+            last = index + 1 == len(layers)
+            if last and rows_N is not None:
+                out, x = out.index_select(0, rows_N), x.index_select(0, rows_N)
+            after = self.model.decoder.final_layernorm if last else layers[index + 1].input_layernorm
             normed, x = add_rms_norm(out, x, after.weight, after.eps)
-        tied = model.share_embeddings_and_output_weights
-        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-        if alone:
-            norm = model.decoder.final_layernorm
-            return norm_gemv(x, (norm.weight, norm.eps), weight, dtype=torch.float32)
-        return fp32_logits(normed, weight)
+        return fp32_logits(normed, self._head())
+
+    def _head(self) -> torch.Tensor:
+        if self.model.share_embeddings_and_output_weights:
+            return self.model.shared_embedding_or_output_weight()
+        return self.model.output_layer.weight
 
     def _attend(self, index: int, attention: Any, qkv: torch.Tensor, positions_B: torch.Tensor, table: torch.Tensor,
                 lengths_B: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        query = self._append(index, attention, qkv, positions_B, table)
+        return paged_decode(query, *self.cache.pools(index), table, lengths_B, self.scale).flatten(1)
+
+    def _append(self, index: int, attention: Any, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor,
+                rows: torch.Tensor | None = None,
+                kept: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:  # fmt: skip
         norms = None
         if attention.q_layernorm is not None:
             norms = (attention.q_layernorm.weight, attention.k_layernorm.weight, attention.q_layernorm.eps)
-        keys, values = self.cache.pools(index)
-        query = rotate_append(qkv, attention.linear_qkv.bias, norms, self.cos, self.sin, positions_B, table, keys, values)
-        return paged_decode(query, keys, values, table, lengths_B, self.scale).flatten(1)
+        return rotate_append(qkv, attention.linear_qkv.bias, norms, self.cos, self.sin, positions, table,
+                             *self.cache.pools(index), rows, kept)  # fmt: skip
 
     def _project(self, x: torch.Tensor, module: Any) -> torch.Tensor:
         x = F.linear(x, module.weight)

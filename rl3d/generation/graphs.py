@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rl3d.generation.fused import DecodeBody
-from rl3d.generation.sampler import Sampler, SamplingBatch
+from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
 from rl3d.kernels.paged_attention import SPLIT
 
 _log = logging.getLogger(__name__)
@@ -38,10 +38,22 @@ def column_bucket(tokens: int, page_size: int, columns: int) -> int:
 
 @dataclass
 class PendingDraw:
-    """A draw on its way to the host; at most two of a runner are alive."""
+    """A draw on its way to the host; at most two of a runner's steps are alive."""
 
     packed: torch.Tensor  # fp64 [5, rows] on the host once the event has passed
     event: Any
+
+    @classmethod
+    def of(cls, draw: Draw) -> "PendingDraw":
+        """Start the transfer of a draw into memory of its own."""
+        packed = draw.packed()
+        if not packed.is_cuda:
+            return cls(packed, None)
+        on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        on_host.copy_(packed, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(on_host, event)
 
     def to_host(self) -> list[tuple[int, bool, float, float, float]]:
         """As :meth:`rl3d.generation.sampler.Draw.to_host`; waits for this step only, not for one started since."""
@@ -170,9 +182,7 @@ class DecodeRunner:
             tempered=kind in ("filtered", "tempered"),
         )  # fmt: skip
         positions += positions >= 0
-        draw = self.sampler.draw(logits, sampling, positions)
-        buffers.tokens[:rows].copy_(draw.tokens)
-        buffers.packed[:, :rows].copy_(draw.packed())
+        self.sampler.draw(logits, sampling, positions, out=(buffers.tokens[:rows], buffers.packed[:, :rows]))
 
     def _capture(self, key: tuple[int, int, str]) -> None:
         """Run once outside (kernels compile, libraries allocate), put the state back, and capture."""

@@ -22,6 +22,7 @@ from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
 from rl3d.generation.scheduler import Chunk, Counts, RunningSequence, Scheduler, expand, sampling_columns
 from rl3d.generation.sizing import STRATEGIES, affordable_pages, wanted_pages
 
+_Started = tuple[list[RunningSequence], Draw | PendingDraw | None]  # a step's sequences and their draws, if any
 _ABORT_EVERY = 8  # steps between the ranks of a replica telling each other what to abort
 
 
@@ -213,11 +214,11 @@ class MegatronGenerator:
         if self._last_needs:
             self._provide(self._last_needs)
         state: DecodeState | None = None
-        ahead: tuple[list[RunningSequence], PendingDraw] | None = None  # a step that was started, whose draw is not read
+        ahead: _Started | None = None  # a step that was started before the draw of the one before it was read
         step = 0
         try:
             while scheduler.unfinished:
-                draw: Draw | PendingDraw | None
+                prompts = False
                 if ahead is not None:
                     (drawing, draw), ahead = ahead, None
                 elif chunks := scheduler.plan_prefill():
@@ -225,16 +226,18 @@ class MegatronGenerator:
                 else:
                     state = self._make_room(scheduler, state)
                     drawing, draw = list(scheduler.running), self._decode(state)
-                if isinstance(draw, PendingDraw) and self._may_run_ahead(scheduler, step + 1):
-                    state = self._make_room(scheduler, state)
-                    next_draw = self._decode(state)
-                    assert isinstance(next_draw, PendingDraw)
-                    ahead = drawing, next_draw  # the members are the same
+                if self.runner is not None and not self._waits(step + 1):
+                    if chunks := scheduler.plan_prefill():
+                        ahead, prompts = self._prefill(scheduler, chunks), True
+                    elif state is not None and self._members_stay(scheduler, state):
+                        state = self._make_room(scheduler, state)
+                        ahead = drawing, self._decode(state)
                 ended = [] if draw is None else self._accept(drawing, draw)
                 scheduler.counts.drawn += len(drawing)
-                if ended and ahead is not None:  # those that go on have drawn once more already
+                if ended and ahead is not None and not prompts:  # those that go on have drawn once more already
                     gone = set(map(id, ended))
-                    ended += self._accept(*ahead, gone)
+                    assert ahead[1] is not None
+                    ended += self._accept(drawing, ahead[1], gone)
                     scheduler.counts.drawn += len(drawing) - len(gone)
                     ahead = None
                 scheduler.retire(ended)
@@ -285,19 +288,21 @@ class MegatronGenerator:
             sequence.result.finish_reason = "abort"
         return aborted
 
-    def _may_run_ahead(self, scheduler: Scheduler, step: int) -> bool:
-        """Whether the next decode step can start before the draw of this one, number ``step``, is read on the host.
+    def _waits(self, step: int) -> bool:
+        """Whether the draw of step number ``step`` must be read before the next starts, because some may be aborted."""
+        return bool(self._aborted) if self.group is None else step % _ABORT_EVERY == 0  # alike on all ranks
 
-        Its members must be the same: nobody ends by length, gives way, joins or is to be aborted. Who ends by a stop
-        token has drawn once too often, which nobody reads.
+    def _members_stay(self, scheduler: Scheduler, state: DecodeState) -> bool:
+        """Whether the decode step after that of ``state`` can start before the draw of this one is read on the host.
+
+        Its members must be the same: nobody ends by length, gives way or joins. Who ends by a stop token has drawn once
+        too often, which nobody reads.
         """
-        if scheduler.prefilling or not scheduler.has_room:
-            return False
-        if self._aborted if self.group is None else step % _ABORT_EVERY == 0:  # alike on all ranks
+        if state.membership != scheduler.membership or scheduler.prefilling or not scheduler.has_room:
             return False
         return all(len(s.result.token_ids) + 1 < s.params.max_new_tokens for s in scheduler.running)
 
-    def _prefill(self, scheduler: Scheduler, chunks: list[Chunk]) -> tuple[list[RunningSequence], Draw | None]:
+    def _prefill(self, scheduler: Scheduler, chunks: list[Chunk]) -> _Started:
         """Compute chunks of prompts; the sequences whose prompts are complete, and the first token of each."""
         flat = [token for chunk in chunks for token in chunk.tokens]
         padding = max(0, self.min_rows - len(flat))
@@ -306,15 +311,20 @@ class MegatronGenerator:
         wanted = complete or [0]
         wanted = wanted + wanted[-1:] * (self.min_rows - len(wanted))
         rows = self.context.last.index_select(0, torch.tensor(wanted, device=self.device))
-        logits = self.body.forward(torch.tensor(flat + [0] * padding, device=self.device), rows)
+        ids = torch.tensor(flat + [0] * padding, device=self.device)
+        if self.runner is None:
+            logits = self.body.forward(ids, rows)
+        else:
+            logits = self.runner.body.prefill(ids, rows, self.context)
         if not complete:
             return [], None
         sequences, prompt_of = scheduler.start_decoding(chunks)
         logits = logits.index_select(0, torch.tensor(prompt_of, device=self.device))
         positions = torch.tensor([s.length for s in sequences], device=self.device)
-        return sequences, self.sampler.draw(
+        draw = self.sampler.draw(
             logits, SamplingBatch.build(**sampling_columns(sequences), device=self.device), positions
         )
+        return sequences, draw if self.runner is None else PendingDraw.of(draw)
 
     def _make_room(self, scheduler: Scheduler, state: DecodeState | None) -> DecodeState:
         """Pages for one more token of every running sequence, and the batch of those that have one."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rl3d.generation.filters import MARGIN, thresholds
 from rl3d.generation.noise import HASH, log_exponentials, vocabulary_keys
 from rl3d.kernels.backend import use_triton
-from rl3d.kernels.sample import BLOCK, draw_partials
+from rl3d.kernels.sample import BLOCK, draw_partials, join_partials
 
 _NEG_INF = float("-inf")
 
@@ -58,7 +58,7 @@ class SamplingBatch:
 
 @dataclass
 class Draw:
-    """Outcome of one step, all [B]: token ids (int64), margin below :data:`MARGIN` (bool), log probabilities (fp32).
+    """Outcome of one step, all [B]: token ids (int64), margin below :data:`MARGIN` (bool, or 0 and 1), log probabilities.
 
     ``logprobs``, ``sampled`` and ``plain`` are a :class:`rl3d.generation.engine.Result`'s ``logprobs``,
     ``sampled_logprobs`` and ``plain_logprobs``.
@@ -69,9 +69,12 @@ class Draw:
     close: torch.Tensor
     sampled: torch.Tensor
     plain: torch.Tensor
+    together: torch.Tensor | None = None  # what packed() gives, where a kernel has written it already
 
     def packed(self) -> torch.Tensor:
         """Tokens, close, logprobs, sampled and plain as fp64 [5, B]."""
+        if self.together is not None:
+            return self.together
         return torch.stack([x.double() for x in (self.tokens, self.close, self.logprobs, self.sampled, self.plain)])
 
     def to_host(self) -> list[tuple[int, bool, float, float, float]]:
@@ -102,7 +105,8 @@ class Sampler:
         self.shard_keys_V = vocabulary_keys(self.start, self.start + self.valid, device)
         self.width = min(rows, vocab_size)  # of the widest shard: the first one
 
-    def draw(self, logits_BV: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor) -> Draw:
+    def draw(self, logits_BV: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor,
+             out: tuple[torch.Tensor, torch.Tensor] | None = None) -> Draw:  # fmt: skip
         """Draw one token a row.
 
         ``logits_BV``: this rank's slice of the padded vocabulary, any float dtype. ``positions_B``: index of the new
@@ -110,9 +114,16 @@ class Sampler:
 
         ``logprobs`` of the result are those of the drawn tokens under softmax(logits / temperature) over the true
         vocabulary *before* the filters (temperature 1 where greedy): the number the trainer recomputes.
+
+        ``out``: int64 [B] and fp64 [5, B] that shall hold the tokens and what :meth:`Draw.packed` gives.
         """
+        if out is not None and not (self.fused and not batch.filtered and use_triton(logits_BV)):
+            draw = self.draw(logits_BV, batch, positions_B)
+            out[0].copy_(draw.tokens)
+            out[1].copy_(draw.packed())
+            return draw
         if self.fused and not batch.filtered and use_triton(logits_BV):
-            return _combine(self._gather(self._fused_partials(logits_BV, batch, positions_B)), batch)
+            return _joined(self._gather(self._fused_partials(logits_BV, batch, positions_B)), batch, out)
         local = logits_BV[:, : self.valid]
         scaled = plain = local.float()
         if not batch.greedy:
@@ -184,6 +195,16 @@ def _filtered_partials(scaled: torch.Tensor, perturbed: torch.Tensor, widest: to
     left = scaled.masked_fill(perturbed == _NEG_INF, _NEG_INF).logsumexp(-1)
     best, index = widest.max(-1)
     return torch.stack([left.double(), best.double(), (index + start).double()], 1)
+
+
+def _joined(parts: torch.Tensor, batch: SamplingBatch, out: tuple[torch.Tensor, torch.Tensor] | None = None) -> Draw:
+    """:func:`_combine` without filters, as one kernel. Everything but the tokens is a view of one tensor."""
+    if out is None:
+        out = (torch.empty(len(parts), dtype=torch.int64, device=parts.device),
+               torch.empty(5, len(parts), dtype=torch.float64, device=parts.device))  # fmt: skip
+    tokens, packed = out
+    join_partials(parts, batch.temperature, MARGIN, tokens, packed)
+    return Draw(tokens, packed[2], packed[1], packed[3], packed[4], packed)
 
 
 def _combine(parts: torch.Tensor, batch: SamplingBatch, tight: torch.Tensor | None = None) -> Draw:

@@ -16,9 +16,9 @@ from rl3d.kernels.rotary import rotary
 
 @jit
 def _append(qkv_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, table_ptr, rows_ptr, q_ptr, k_ptr,
-            v_ptr, table_stride, page_stride, token_stride, head_stride, eps, GROUP: constexpr, GROUPS: constexpr,
-            HALF: constexpr, WIDTH: constexpr, PAGE: constexpr, BIAS: constexpr, NORM: constexpr,
-            ROWS: constexpr):  # fmt: skip
+            v_ptr, key_ptr, value_ptr, table_stride, page_stride, token_stride, head_stride, eps, GROUP: constexpr,
+            GROUPS: constexpr, HALF: constexpr, WIDTH: constexpr, PAGE: constexpr, BIAS: constexpr, NORM: constexpr,
+            ROWS: constexpr, KEEP: constexpr):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group, kind = head // (GROUP + 2), head % (GROUP + 2)  # of each key/value head: its query heads, its key, its value
     column = tl.arange(0, WIDTH)
@@ -60,15 +60,21 @@ def _append(qkv_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positio
         place = page * page_stride + (position % PAGE) * token_stride + group * head_stride
         if kind == GROUP:
             to = k_ptr + place + column
+            kept = key_ptr
         else:
             to = v_ptr + place + column
+            kept = value_ptr
+        if KEEP:
+            kept += (token * GROUPS + group) * (2 * HALF) + column
+            tl.store(kept, first.to(dtype), mask=inside)
+            tl.store(kept + HALF, second.to(dtype), mask=inside)
     tl.store(to, first.to(dtype), mask=inside & live)
     tl.store(to + HALF, second.to(dtype), mask=inside & live)
 
 
 def rotate_append(qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor,
-                  positions: Tensor, block_table: Tensor, k_pool: Tensor, v_pool: Tensor,
-                  rows: Tensor | None = None) -> Tensor:  # fmt: skip
+                  positions: Tensor, block_table: Tensor, k_pool: Tensor, v_pool: Tensor, rows: Tensor | None = None,
+                  kept: tuple[Tensor, Tensor] | None = None) -> Tensor:  # fmt: skip
     """Bias, query and key norm, rotation; keys and values go into their pages. Queries [T, H, D] come back.
 
     Args:
@@ -80,6 +86,7 @@ def rotate_append(qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor,
         block_table: int32 or int64, pages of each sequence in order.
         k_pool, v_pool: [P, S, G, D], same strides, D contiguous.
         rows: integer [T], row of the table of each token; ``None``: token t belongs to row t.
+        kept: contiguous [T, G, D] each; gets the keys and the values, too, for attention among these tokens.
     """
     tokens, width = qkv.shape
     _, page_size, groups, size = k_pool.shape
@@ -90,10 +97,10 @@ def rotate_append(qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor,
             q_norm, k_norm, eps = (qkv, qkv, 0.0) if norms is None else norms
             _append[(tokens, groups * (group + 2))](
                 qkv, qkv if bias is None else bias, q_norm, k_norm, cos, sin, positions, block_table,
-                positions if rows is None else rows, q, k_pool, v_pool, block_table.stride(0), k_pool.stride(0),
-                k_pool.stride(1), k_pool.stride(2), eps, GROUP=group, GROUPS=groups, HALF=size // 2,
+                positions if rows is None else rows, q, k_pool, v_pool, *(kept or (q, q)), block_table.stride(0),
+                k_pool.stride(0), k_pool.stride(1), k_pool.stride(2), eps, GROUP=group, GROUPS=groups, HALF=size // 2,
                 WIDTH=block_of(size // 2), PAGE=page_size, BIAS=bias is not None, NORM=norms is not None,
-                ROWS=rows is not None, num_warps=1,
+                ROWS=rows is not None, KEEP=kept is not None, num_warps=1,
             )  # fmt: skip
         return q
     x = (qkv if bias is None else qkv + bias).view(tokens, groups, group + 2, size)
@@ -105,7 +112,11 @@ def rotate_append(qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor,
     table = tuple(t.index_select(0, positions) for t in (cos, sin))
     page = block_table[torch.arange(tokens, device=qkv.device) if rows is None else rows, positions // page_size].long()
     at = (page[live], positions[live] % page_size)
-    k_pool[at], v_pool[at] = rotary(k, *table)[live], v[live]
+    k = rotary(k, *table)
+    k_pool[at], v_pool[at] = k[live], v[live]
+    if kept is not None:
+        kept[0].copy_(k)
+        kept[1].copy_(v)
     return rotary(q, *table)
 
 

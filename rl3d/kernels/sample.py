@@ -1,16 +1,16 @@
 """What a draw needs of each block of the vocabulary, in one pass over the logits: temperature, Gumbel noise from the
-stateless hash, the two best perturbed logits and the log partition function.
+stateless hash, the two best perturbed logits and the log partition function; and a small kernel that joins the blocks.
 
 The hash is :func:`rl3d.generation.noise.log_exponentials`, integer for integer, and so are the roundings to fp32 up to the
 perturbed logits: a draw is the one that torch's operations give.
 
-Shape legend: B rows, V vocabulary columns of this shard, N blocks.
+Shape legend: B rows, V vocabulary columns of this shard, N blocks (of all shards where they are joined).
 """
 
 import torch
 from torch import Tensor
 
-from rl3d.kernels.backend import constexpr, interpreted, jit, libdevice, tl
+from rl3d.kernels.backend import block_of, constexpr, interpreted, jit, libdevice, tl
 
 BLOCK = 4096
 
@@ -92,3 +92,57 @@ def draw_partials(logits_BV: Tensor, valid: int, start: int, keys_B: Tensor, pos
             COLUMNS=columns, INTERPRETED=interpreted(), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return out
+
+
+@jit
+def _log_sum_exp(values):
+    top = tl.maximum(tl.max(values, axis=0), -1e300)
+    return top + tl.log(tl.sum(tl.exp(values - top), axis=0))
+
+
+@jit
+def _join(parts_ptr, temperature_ptr, tokens_ptr, packed_ptr, stride, blocks, margin, PLAIN: constexpr, COLUMNS: constexpr,
+          WIDTH: constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, WIDTH)
+    inside = block < blocks
+    at = parts_ptr + (row * blocks + block) * COLUMNS
+    lse = tl.load(at, mask=inside, other=-float("inf"))
+    best = tl.load(at + 1, mask=inside, other=-float("inf"))
+    ids = tl.load(at + 2, mask=inside, other=0.0)
+    second = tl.load(at + 3, mask=inside, other=-float("inf"))
+    logit = tl.load(at + 4, mask=inside, other=0.0)
+    top = tl.max(best, axis=0)
+    winner = tl.min(tl.where(inside & (best == top), block, 2147483647), axis=0)  # shards rise with the vocabulary
+    winner = tl.minimum(winner, blocks - 1)  # nothing equals the best when all are NaN
+    won = block == winner
+    rival = tl.max(tl.maximum(tl.where(won, -float("inf"), best), tl.where(won, second, -float("inf"))), axis=0)
+    token = tl.sum(tl.where(won, ids, 0.0), axis=0)
+    logprob = tl.sum(tl.where(won, logit, 0.0), axis=0) - _log_sum_exp(lse)
+    logprob = logprob.to(tl.float32).to(tl.float64)
+    plain = logprob
+    if PLAIN:
+        lse = tl.load(at + 5, mask=inside, other=-float("inf"))
+        logit = tl.load(at + 6, mask=inside, other=0.0)
+        plain = tl.sum(tl.where(won, logit, 0.0), axis=0) - _log_sum_exp(lse)
+        plain = plain.to(tl.float32).to(tl.float64)
+    tl.store(tokens_ptr + row, token.to(tl.int64))
+    tl.store(packed_ptr + row, token)
+    tl.store(packed_ptr + stride + row, tl.where(top - rival < margin, 1.0, 0.0).to(tl.float64))
+    tl.store(packed_ptr + 2 * stride + row, logprob)
+    tl.store(packed_ptr + 3 * stride + row, tl.where(tl.load(temperature_ptr + row) > 0, logprob, 0.0))
+    tl.store(packed_ptr + 4 * stride + row, plain)
+
+
+def join_partials(parts_BN: Tensor, temperature_B: Tensor, margin: float, tokens_B: Tensor, packed: Tensor) -> None:
+    """Write ``tokens_B`` (int64) and ``packed`` (fp64 [5, B], rows contiguous): token, whether a rival came within
+    ``margin``, log-probability under the tempered distribution, the same or 0 where greedy, and at temperature 1.
+
+    ``parts_BN``: :func:`draw_partials` of all shards, [B, N, 5 or 7]. Only for Triton.
+    """
+    rows, blocks, columns = parts_BN.shape
+    if rows:
+        _join[(rows,)](
+            parts_BN.contiguous(), temperature_B, tokens_B, packed, packed.stride(0), blocks, margin, PLAIN=columns == 7,
+            COLUMNS=columns, WIDTH=block_of(blocks), num_warps=1 if blocks <= 128 else 4,
+        )  # fmt: skip

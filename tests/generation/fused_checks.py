@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rl3d.generation.noise import sequence_key
-from rl3d.generation.sampler import Draw, Sampler, SamplingBatch, _combine
+from rl3d.generation.sampler import Sampler, SamplingBatch, _combine, _joined
 
 VOCAB = 9001  # three blocks, the last one nearly empty
 
@@ -35,7 +35,7 @@ def sampler(device: torch.device) -> dict[str, Any]:
             whole.fused = False
             plain = whole.draw(wide, batch, positions)
             cut = _two_shards(wide, batch, positions, device)
-            for found in (fused, cut):
+            for found in (fused, _combine(cut, batch), _joined(cut, batch)):
                 differ += int((found.tokens != plain.tokens).sum() + (found.close != plain.close).sum())
                 for name in ("logprobs", "sampled", "plain"):
                     worst = max(worst, float((getattr(found, name) - getattr(plain, name)).abs().max()))
@@ -48,7 +48,7 @@ def sampler(device: torch.device) -> dict[str, Any]:
     return {"draws": draws, "different": differ, "logprob": worst}
 
 
-def _two_shards(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor, device: torch.device) -> Draw:
+def _two_shards(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor, device: torch.device) -> torch.Tensor:
     """What two ranks would gather, put together by hand."""
     half = -(-logits.shape[1] // 2)
     parts = []
@@ -59,7 +59,7 @@ def _two_shards(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Ten
         local = torch.nn.functional.pad(logits, (0, 1))[:, start : start + half].contiguous()
         parts.append(shard._fused_partials(local, batch, positions))
     assert parts[0].shape == parts[1].shape, "ranks gather parts of one shape"
-    return _combine(torch.cat(parts, 1), batch)
+    return torch.cat(parts, 1)
 
 
 def steps(device: torch.device) -> dict[str, Any]:

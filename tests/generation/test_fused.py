@@ -17,7 +17,7 @@ def test_fused_draws_are_those_of_torch():
                           capture_output=True, timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])["sampler"]
-    assert found["draws"] == 2 * 6 * 12 and found["different"] == 0 and found["logprob"] < 1e-5
+    assert found["draws"] == 3 * 6 * 12 and found["different"] == 0 and found["logprob"] < 1e-5
 
 
 def test_buckets_hold_what_they_are_asked_for():

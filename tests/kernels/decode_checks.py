@@ -87,7 +87,8 @@ def append(dtype: torch.dtype, device: str) -> dict[str, float]:
             padded = torch.cat([qkv, qkv[:1]]), torch.cat([positions, torch.full_like(positions[:1], -1)])
             q = rotate_append(padded[0], shift, norms, angles.cos(), angles.sin(), padded[1], table, *pools)[:-1]
         else:
-            q = rotate_append(qkv, shift, norms, angles.cos(), angles.sin(), positions, table, *pools, rows)
+            kept = torch.full((2, len(positions), kv_heads, size), float("nan"), dtype=dtype, device=device)
+            q = rotate_append(qkv, shift, norms, angles.cos(), angles.sin(), positions, table, *pools, rows, tuple(kept))
         x = (qkv if shift is None else qkv + shift).view(len(positions), kv_heads, groups + 2, size)
         right_q, right_k, right_v = x[:, :, :-2].flatten(1, 2), x[:, :, -2], x[:, :, -1]
         if norm:
@@ -96,6 +97,8 @@ def append(dtype: torch.dtype, device: str) -> dict[str, float]:
         which = range(len(positions)) if rows is None else rows.tolist()
         at = [(int(table[r, p // page_size]), p % page_size) for r, p in zip(which, positions.tolist(), strict=True)]
         found_k, found_v = (torch.stack([pool[page, offset] for page, offset in at]) for pool in pools)
+        if packed:
+            assert torch.equal(kept[0], found_k) and torch.equal(kept[1], found_v), "what is kept is what is stored"
         assert int(pools[0, :, :, 0, 0].isfinite().sum()) == len(positions), "only these tokens were written"
         name = f"rotate_append/{str(dtype).removeprefix('torch.')}/{heads}:{kv_heads}x{size}"
         pairs = ((q, rotary(right_q, *turn)), (found_k, rotary(right_k, *turn)), (found_v, right_v))
