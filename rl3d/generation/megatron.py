@@ -4,6 +4,7 @@ import threading
 from collections.abc import Container, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
@@ -11,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from rl3d.estimate.rollout import PAGE_SIZE
 from rl3d.generation.body import CPU_MIN_ROWS, Body, make_body
 from rl3d.generation.checks import check_agreement, check_limits, check_requests
-from rl3d.generation.context import GenerationContext
+from rl3d.generation.context import GenerationContext, to_device
 from rl3d.generation.decode import BlockTable, DecodeState
 from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Progress, Request, Result, check_weights
 from rl3d.generation.fused import DecodeBody, reason_against
@@ -311,7 +312,7 @@ class MegatronGenerator:
         wanted = complete or [0]
         wanted = wanted + wanted[-1:] * (self.min_rows - len(wanted))
         rows = self.context.last.index_select(0, torch.tensor(wanted, device=self.device))
-        ids = torch.tensor(flat + [0] * padding, device=self.device)
+        ids = to_device(np.array(flat + [0] * padding, dtype=np.int64), self.device)
         if self.runner is None:
             logits = self.body.forward(ids, rows)
         else:
@@ -321,9 +322,7 @@ class MegatronGenerator:
         sequences, prompt_of = scheduler.start_decoding(chunks)
         logits = logits.index_select(0, torch.tensor(prompt_of, device=self.device))
         positions = torch.tensor([s.length for s in sequences], device=self.device)
-        draw = self.sampler.draw(
-            logits, SamplingBatch.build(**sampling_columns(sequences), device=self.device), positions
-        )
+        draw = self.sampler.draw(logits, SamplingBatch.build(**sampling_columns(sequences), device=self.device), positions)
         return sequences, draw if self.runner is None else PendingDraw.of(draw)
 
     def _make_room(self, scheduler: Scheduler, state: DecodeState | None) -> DecodeState:

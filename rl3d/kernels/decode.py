@@ -16,58 +16,61 @@ from rl3d.kernels.rotary import rotary
 
 @jit
 def _append(qkv_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, table_ptr, rows_ptr, q_ptr, k_ptr,
-            v_ptr, key_ptr, value_ptr, table_stride, page_stride, token_stride, head_stride, eps, GROUP: constexpr,
+            v_ptr, key_ptr, value_ptr, tokens, table_stride, page_stride, token_stride, head_stride, eps, GROUP: constexpr,
             GROUPS: constexpr, HALF: constexpr, WIDTH: constexpr, PAGE: constexpr, BIAS: constexpr, NORM: constexpr,
-            ROWS: constexpr, KEEP: constexpr):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+            ROWS: constexpr, KEEP: constexpr, TOKENS: constexpr):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     group, kind = head // (GROUP + 2), head % (GROUP + 2)  # of each key/value head: its query heads, its key, its value
     column = tl.arange(0, WIDTH)
-    inside = column < HALF
+    here = column < HALF
+    there = token < tokens
+    inside = there[:, None] & here[None, :]
     dtype = q_ptr.dtype.element_ty
-    at = qkv_ptr + (token * GROUPS * (GROUP + 2) + head) * (2 * HALF) + column
+    at = qkv_ptr + ((token * GROUPS * (GROUP + 2) + head) * (2 * HALF))[:, None] + column[None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         at = bias_ptr + head * (2 * HALF) + column
-        first = (first + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-        second = (second + tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-    position = tl.load(positions_ptr + token)
-    live = position >= 0
+        first = (first + tl.load(at, mask=here, other=0.0).to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+        second = (second + tl.load(at + HALF, mask=here, other=0.0).to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+    position = tl.load(positions_ptr + token, mask=there, other=-1)
+    live = (position >= 0)[:, None]
     position = tl.maximum(position, 0)
     if kind <= GROUP:
         if NORM:
             weight_ptr = q_norm_ptr
             if kind == GROUP:
                 weight_ptr = k_norm_ptr
-            square = tl.sum(first * first + second * second, axis=0)
-            rstd = 1.0 / tl.sqrt(square / (2 * HALF) + eps)
-            low = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-            high = tl.load(weight_ptr + HALF + column, mask=inside, other=0.0).to(tl.float32)
+            square = tl.sum(first * first + second * second, axis=1)
+            rstd = (1.0 / tl.sqrt(square / (2 * HALF) + eps))[:, None]
+            low = tl.load(weight_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+            high = tl.load(weight_ptr + HALF + column, mask=here, other=0.0).to(tl.float32)[None, :]
             first = ((first * rstd).to(dtype).to(tl.float32) * low).to(dtype).to(tl.float32)
             second = ((second * rstd).to(dtype).to(tl.float32) * high).to(dtype).to(tl.float32)
-        cos = tl.load(cos_ptr + position * HALF + column, mask=inside, other=0.0)
-        sin = tl.load(sin_ptr + position * HALF + column, mask=inside, other=0.0)
+        angle = (position * HALF)[:, None] + column[None, :]
+        cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
         turned = first * cos - second * sin
         second = second * cos + first * sin
         first = turned
     if kind < GROUP:
-        to = q_ptr + ((token * GROUPS + group) * GROUP + kind) * (2 * HALF) + column
+        to = q_ptr + (((token * GROUPS + group) * GROUP + kind) * (2 * HALF))[:, None] + column[None, :]
     else:
         row = token
         if ROWS:
-            row = tl.load(rows_ptr + token).to(tl.int64)
-        page = tl.load(table_ptr + row * table_stride + position // PAGE).to(tl.int64)
-        place = page * page_stride + (position % PAGE) * token_stride + group * head_stride
+            row = tl.load(rows_ptr + token, mask=there, other=0).to(tl.int64)
+        page = tl.load(table_ptr + row * table_stride + position // PAGE, mask=there, other=0).to(tl.int64)
+        place = (page * page_stride + (position % PAGE) * token_stride + group * head_stride)[:, None] + column[None, :]
         if kind == GROUP:
-            to = k_ptr + place + column
+            to = k_ptr + place
             kept = key_ptr
         else:
-            to = v_ptr + place + column
+            to = v_ptr + place
             kept = value_ptr
         if KEEP:
-            kept += (token * GROUPS + group) * (2 * HALF) + column
-            tl.store(kept, first.to(dtype), mask=inside)
-            tl.store(kept + HALF, second.to(dtype), mask=inside)
+            out = kept + ((token * GROUPS + group) * (2 * HALF))[:, None] + column[None, :]
+            tl.store(out, first.to(dtype), mask=inside)
+            tl.store(out + HALF, second.to(dtype), mask=inside)
     tl.store(to, first.to(dtype), mask=inside & live)
     tl.store(to + HALF, second.to(dtype), mask=inside & live)
 
@@ -95,12 +98,14 @@ def rotate_append(qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor,
         q = torch.empty(tokens, groups * group, size, dtype=qkv.dtype, device=qkv.device)
         if tokens:
             q_norm, k_norm, eps = (qkv, qkv, 0.0) if norms is None else norms
-            _append[(tokens, groups * (group + 2))](
+            together = 1 if rows is None else 16  # prompts have many
+            _append[(-(-tokens // together), groups * (group + 2))](
                 qkv, qkv if bias is None else bias, q_norm, k_norm, cos, sin, positions, block_table,
-                positions if rows is None else rows, q, k_pool, v_pool, *(kept or (q, q)), block_table.stride(0),
-                k_pool.stride(0), k_pool.stride(1), k_pool.stride(2), eps, GROUP=group, GROUPS=groups, HALF=size // 2,
+                positions if rows is None else rows, q, k_pool, v_pool, *(kept or (q, q)), tokens,
+                block_table.stride(0), k_pool.stride(0), k_pool.stride(1), k_pool.stride(2), eps, GROUP=group, GROUPS=groups, HALF=size // 2,
                 WIDTH=block_of(size // 2), PAGE=page_size, BIAS=bias is not None, NORM=norms is not None,
-                ROWS=rows is not None, KEEP=kept is not None, num_warps=1,
+                ROWS=rows is not None, KEEP=kept is not None, TOKENS=together,
+                num_warps=1 if together == 1 else 4,
             )  # fmt: skip
         return q
     x = (qkv if bias is None else qkv + bias).view(tokens, groups, group + 2, size)
