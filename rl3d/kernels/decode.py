@@ -101,11 +101,10 @@ def rotate_append(qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor,
             together = 1 if rows is None else 16  # prompts have many
             _append[(-(-tokens // together), groups * (group + 2))](
                 qkv, qkv if bias is None else bias, q_norm, k_norm, cos, sin, positions, block_table,
-                positions if rows is None else rows, q, k_pool, v_pool, *(kept or (q, q)), tokens,
-                block_table.stride(0), k_pool.stride(0), k_pool.stride(1), k_pool.stride(2), eps, GROUP=group, GROUPS=groups, HALF=size // 2,
+                positions if rows is None else rows, q, k_pool, v_pool, *(kept or (q, q)), tokens, block_table.stride(0),
+                k_pool.stride(0), k_pool.stride(1), k_pool.stride(2), eps, GROUP=group, GROUPS=groups, HALF=size // 2,
                 WIDTH=block_of(size // 2), PAGE=page_size, BIAS=bias is not None, NORM=norms is not None,
-                ROWS=rows is not None, KEEP=kept is not None, TOKENS=together,
-                num_warps=1 if together == 1 else 4,
+                ROWS=rows is not None, KEEP=kept is not None, TOKENS=together, num_warps=1 if together == 1 else 4,
             )  # fmt: skip
         return q
     x = (qkv if bias is None else qkv + bias).view(tokens, groups, group + 2, size)
