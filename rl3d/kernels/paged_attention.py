@@ -112,7 +112,7 @@ def paged_decode(q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Ten
         return out
     parts = -(-block_table.shape[1] * page_size // SPLIT)
     group, width = heads // kv_heads, max(16, block_of(size))
-    tokens = 64 if q_BHD.dtype != torch.float32 else 32
+    tokens = 128 if q_BHD.dtype != torch.float32 else 32
     sums, lse = out, lengths  # never touched when there is one part
     if parts > 1:
         sums = torch.empty(batch, heads, parts, size, dtype=torch.float32, device=out.device)
@@ -131,11 +131,11 @@ def paged_decode(q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Ten
 
 @lru_cache
 def _stages(device: torch.device, nbytes: int) -> int:
-    """Tiles of keys and values, ``nbytes`` a pair, to have on their way: up to 3, in half of the shared memory."""
+    """Tiles of keys and values, ``nbytes`` a pair, to have on their way: up to 2, in two thirds of the shared memory."""
     if device.type != "cuda":
         return 1
     shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 98304)
-    return max(1, min(3, shared // 2 // nbytes))
+    return max(1, min(2, 2 * shared // 3 // nbytes))
 
 
 def _gathered(q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Tensor, lengths: Tensor, scale: float) -> Tensor:

@@ -199,16 +199,7 @@ def varlen_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, cumulative: Te
         options["window_size"] = (-1, 0)
     else:
         options["is_causal"] = True
-    q, k, v = q_THD, k_TGD, v_TGD
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in _VARLEN_ARGUMENTS:
-            options["enable_gqa"] = True
-        elif not (torch.is_grad_enabled() and q.requires_grad):
-            # the kernel behind it groups queries itself
-            flash = torch.ops.aten._flash_attention_forward
-            causal, debug = True, False
-            return flash(q, k, v, cumulative, cumulative, longest, longest, 0.0, causal, debug, scale=scale)[0]
-        else:
-            repeat = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    return _VARLEN(q.contiguous(), k.contiguous(), v.contiguous(), cumulative, cumulative, longest, longest, **options)
+    if q_THD.shape[1] != k_TGD.shape[1] and "enable_gqa" in _VARLEN_ARGUMENTS:  # 2.11 groups queries without being told
+        options["enable_gqa"] = True
+    q, k, v = (x.contiguous() for x in (q_THD, k_TGD, v_TGD))
+    return _VARLEN(q, k, v, cumulative, cumulative, longest, longest, **options)
