@@ -34,6 +34,19 @@ def hf_llama(tied: bool = False, seed: int = 0, **changes: object):
     return model
 
 
+def pair_tokenizer(size: int = TINY["vocab_size"]):
+    """A tokenizer of single letters and of pairs of them, so that texts lie across tokens; its first token is padding."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    letters = "abcdefghijklmnop"
+    tokens = [*letters, *(a + b for a in letters for b in letters)][: size - 1]
+    vocabulary = {token: index for index, token in enumerate(["_", *tokens])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [tuple(token) for token in tokens if len(token) > 1]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="_", clean_up_tokenization_spaces=False)
+
+
 def save_llama(directory: Path, tied: bool = False, seed: int = 0, **changes: object) -> Path:
     """The same model as a Hugging Face directory."""
     hf_llama(tied, seed, **changes).save_pretrained(directory)

@@ -24,7 +24,7 @@ from rl3d.engine.saving import Saving
 from rl3d.engine.source import ModelSource, open_model, with_tokenizer
 from rl3d.engine.verification import check_level
 from rl3d.engine.vocabulary import agreed_size, free_memory
-from rl3d.generation.engine import OnFinish, OnStep, Request, Result, SamplingParams
+from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Request, Result, SamplingParams
 from rl3d.layout import GenLayout, TrainLayout
 from rl3d.models import Architecture
 
@@ -226,32 +226,35 @@ class Actor(Saving):
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, max_new_tokens: int = 128,
                  temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
-                 stop_token_ids: Sequence[int] | None = None) -> Tensor:  # fmt: skip
+                 stop_token_ids: Sequence[int] | None = None, stop: str | Sequence[str] = ()) -> Tensor:  # fmt: skip
         """Sample one response for each row, in generation mode, without gradients.
 
         Args:
             input_ids: [B, P]; padding at either end.
             attention_mask: [B, P]; without it, leading and trailing pad tokens are taken for padding.
+            stop_token_ids: tokens that end a response and stay part of it; by default the model's own.
+            stop: texts that end a response as well, however they fall into tokens; the token that completes one stays.
 
         Returns:
             [B, P + R] token ids: the prompts as given, then the responses, right-padded.
 
         Raises:
             ModeError: in training mode.
+            GenerationError: a sampling parameter that cannot be, or stop texts without a tokenizer.
         """
         self.hybrid.require(GENERATION, "generate")
-        params = self._params(max_new_tokens, temperature, top_p, top_k, stop_token_ids)
+        params = self._params(max_new_tokens, temperature, top_p, top_k, stop_token_ids, stop)
         return self._sample_batch(input_ids, attention_mask, params)[0].sequences
 
     def rollout(self, input_ids: Tensor, attention_mask: Tensor | None = None, max_new_tokens: int = 128,
                 temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
-                stop_token_ids: Sequence[int] | None = None) -> RolloutOutput:  # fmt: skip
+                stop_token_ids: Sequence[int] | None = None, stop: str | Sequence[str] = ()) -> RolloutOutput:  # fmt: skip
         """Sample one response for each row, from either mode (which is restored). Arguments as :meth:`generate`."""
+        params = self._params(max_new_tokens, temperature, top_p, top_k, stop_token_ids, stop)
         was_training = self.is_training_mode
         if was_training:
             self.switch_to_generation()
         try:
-            params = self._params(max_new_tokens, temperature, top_p, top_k, stop_token_ids)
             output, prompts = self._sample_batch(input_ids, attention_mask, params)
         finally:
             if was_training:
@@ -259,10 +262,14 @@ class Actor(Saving):
         self._remembered = [*self._remembered[-7:], Remembered(output, prompts, temperature)]
         return output
 
-    def _params(self, max_new_tokens: int, temperature: float, top_p: float, top_k: int,
-                stop: Sequence[int] | None) -> SamplingParams:  # fmt: skip
-        ids = self.source.stop_token_ids if stop is None else tuple(stop)
-        return SamplingParams(max_new_tokens, temperature, top_p, top_k, stop_token_ids=ids, seed=self.seed)
+    def _params(self, max_new_tokens: int, temperature: float, top_p: float, top_k: int, ids: Sequence[int] | None,
+                stop: str | Sequence[str]) -> SamplingParams:  # fmt: skip
+        texts = (stop,) if isinstance(stop, str) else tuple(stop)
+        if texts and self.tokenizer is None:
+            raise GenerationError(f"stop = {texts!r} needs the text of what is drawn, and there is no tokenizer in "
+                                  f"{self.source.directory}; give Actor(tokenizer=...), or use stop_token_ids")  # fmt: skip
+        ids = self.source.stop_token_ids if ids is None else tuple(ids)
+        return SamplingParams(max_new_tokens, temperature, top_p, top_k, tuple(ids), seed=self.seed, stop=texts)
 
     def _sample_batch(self, input_ids: Tensor, attention_mask: Tensor | None,
                       params: SamplingParams) -> tuple[RolloutOutput, list[list[int]]]:  # fmt: skip

@@ -16,7 +16,7 @@ from rl3d.models import Architecture, parameter_specs
 from rl3d.reshard.fingerprint import compare, fingerprint_tensor
 from rl3d.utils import enable_switch_profiling, save_switch_trace, switch_report
 from tests.engine import carry_checks
-from tests.reference import sequences
+from tests.reference import pair_tokenizer, sequences
 
 NEW_TOKENS = 10
 SHARDED: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -77,10 +77,13 @@ def _one_update(directory: Path, train: str, micro_batch_tokens: int, mode: str,
 
 def _generation(root: Path, tied: bool, train: str, gen: str, **memory: Any) -> dict[str, Any]:
     """Greedy and sampled responses in one generation layout, with the training engine's log-probabilities."""
-    actor = Actor(root / ("tied" if tied else "untied"), train=train, gen=gen, seed=11, **memory)
+    tokenizer = pair_tokenizer()
+    actor = Actor(root / ("tied" if tied else "untied"), tokenizer, train=train, gen=gen, seed=11, **memory)
     ids = prompts()
     actor.switch_to_generation()
     greedy = actor.generate(ids, max_new_tokens=NEW_TOKENS, temperature=0.0, stop_token_ids=[])
+    stop = [tokenizer.decode(greedy[0, 15:17])[1:3], "no such text"]  # the end of one token and the start of the next
+    stopped = actor.generate(ids, max_new_tokens=NEW_TOKENS, temperature=0.0, stop_token_ids=[], stop=stop)
     actor.switch_to_training()
     sampled = actor.rollout(ids, max_new_tokens=NEW_TOKENS, temperature=0.8, stop_token_ids=[])
     # zero learning rate: what the training engine thinks of the same tokens, and nothing else
@@ -90,7 +93,8 @@ def _generation(root: Path, tied: bool, train: str, gen: str, **memory: Any) -> 
         [range(6)], 0.8, lambda: 0.0,
     )  # fmt: skip
     return {
-        "tied": tied, "gen": gen, "greedy": greedy.tolist(), "sampled": sampled.sequences.tolist(),
+        "tied": tied, "gen": gen, "greedy": greedy.tolist(), "stop": stop, "stopped": stopped.tolist(),
+        "sampled": sampled.sequences.tolist(),
         "logprobs": sampled.logprobs.tolist(), "against_training": metrics["training/rollout_logprobs_diff_max"],
         "log_ratio": metrics["actor/log_ratio_max_first"], "order": list(actor.parts.mesh_order),
     }  # fmt: skip

@@ -9,7 +9,7 @@ from rl3d.io.compare import changes
 from rl3d.io.convert import megatron_to_hf
 from rl3d.io.source import Source
 from tests.ranks import run_ranks
-from tests.reference import hf_llama, response_logprobs, save_llama, sequences
+from tests.reference import hf_llama, pair_tokenizer, response_logprobs, save_llama, sequences
 
 PROMPT_COLUMNS = 12
 
@@ -42,6 +42,20 @@ def test_greedy_equals_transformers_in_every_generation_layout(facts):
                 do_sample=False, eos_token_id=None, pad_token_id=0,
             )[0, len(prompt) :].tolist()  # fmt: skip
             assert response == expected, (found["tied"], found["gen"])
+
+
+def test_stop_texts_end_what_transformers_ends(facts):
+    tokenizer = pair_tokenizer()
+    for found in facts["generations"]:
+        model, shorter = hf_llama(found["tied"]), 0
+        for (prompt, response), (_, whole) in zip(_rows(found["stopped"]), _rows(found["greedy"]), strict=True):
+            expected = model.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=len(whole),
+                do_sample=False, eos_token_id=None, pad_token_id=0, stop_strings=found["stop"], tokenizer=tokenizer,
+            )[0, len(prompt) :].tolist()  # fmt: skip
+            assert response == expected + [0] * (len(response) - len(expected)), (found["stop"], found["gen"])
+            shorter += len(expected) < len(whole)
+        assert shorter, found["stop"]
 
 
 def test_sampled_tokens_do_not_depend_on_the_generation_layout(facts):
