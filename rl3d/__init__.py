@@ -16,6 +16,7 @@ _LAZY = {
     "RLTrainer": "rl3d.trainer.trainer",
     "RewardModel": "rl3d.engine.reward_model",
     "VLLMActor": "rl3d.engine.vllm_actor",
+    "vllm_options": "rl3d.generation.vllm_ready",
     "PPOConfig": "rl3d.config",
     "RolloutConfig": "rl3d.config",
     "RunConfig": "rl3d.config",

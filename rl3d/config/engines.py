@@ -14,6 +14,12 @@ VLLM_OWNED = {
 }  # fmt: skip
 """Options of ``vllm.LLM`` that are rl3d's to set, and the key that sets them."""
 
+VLLM_SHARE = 0.5
+"""``gpu_memory_utilization`` where nothing else is asked for: vLLM's own default leaves training no room to start in."""
+
+VLLM_CPU_CACHE = 1
+"""GiB of vLLM's key/value cache on a CPU (``VLLM_CPU_KVCACHE_SPACE``), likewise."""
+
 
 def vllm_problems(options: dict[str, Any]) -> list[Problem]:
     """Options that cannot be passed on to ``vllm.LLM``."""

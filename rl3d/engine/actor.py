@@ -25,6 +25,7 @@ from rl3d.engine.source import ModelSource, open_model, with_tokenizer
 from rl3d.engine.verification import check_level
 from rl3d.engine.vocabulary import agreed_size, free_memory
 from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Request, Result, SamplingParams
+from rl3d.generation.load import chosen_engine
 from rl3d.layout import GenLayout, TrainLayout
 from rl3d.models import Architecture
 
@@ -53,7 +54,8 @@ class Actor(Saving):
         max_prefill_tokens: prompt tokens in one prefill batch.
         cache_strategy: of the key/value cache: ``"adaptive"``, ``"full"`` or ``"lightweight"`` (rl3d.generation.sizing).
         engine, engine_options: what generates: ``"megatron"``, built in; weights are streamed into ``"hf"`` (transformers,
-            gen="tp1") and ``"vllm"`` (with options of ``vllm.LLM``).
+            gen="tp1") and ``"vllm"`` (with options of ``vllm.LLM``), or into a ready vLLM (:class:`rl3d.VLLMActor`).
+        use_vllm: True: ``engine="vllm"``; False: the built-in one.
         staging_mib: cap on the staging memory of a switch, MiB per direction.
         verify: compare fingerprints after each switch: ``"full"`` of every parameter, ``"sampled"`` of every 16th, others
             each time, or ``"off"`` (``True`` and ``False``: full and off).
@@ -96,7 +98,7 @@ class Actor(Saving):
                  gen: str | GenLayout = "tp1", order: str = "auto", dtype: str | torch.dtype = "auto",
                  device: str = "auto", use_flash_attention: bool = True, algorithm: PPOConfig | None = None,
                  max_sequence_length: int | None = None, max_sequences: int = 64, max_prefill_tokens: int = 8192,
-                 cache_strategy: str = "adaptive", engine: str = "megatron",
+                 cache_strategy: str = "adaptive", engine: Any = None, use_vllm: bool | None = None,
                  engine_options: Mapping[str, Any] | None = None, staging_mib: int = 48, verify: str | bool = "off",
                  transport: str = "auto", training_copy: str = "keep", gradients: str = "keep",
                  optimizer_state: str = "keep", alias: str = "auto", defer_gather: bool = False,
@@ -125,6 +127,7 @@ class Actor(Saving):
             max_sequence_length = min(2048, Architecture.from_hf(self.source.directory).max_positions)
         train = train if isinstance(train, TrainLayout) else TrainLayout.parse(train)
         stage = zero_stage_from_fsdp(self.algorithm.fsdp_config)
+        engine, ready = chosen_engine(engine, use_vllm)
         self.settings = ActorSettings(
             train=train if stage is None else replace(train, zero=stage),
             gen=gen if isinstance(gen, GenLayout) else GenLayout.parse(gen),
@@ -132,7 +135,7 @@ class Actor(Saving):
             dtype=dtype_of(dtype, self.runtime.device),
             max_sequence_length=max_sequence_length,
             max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens, cache_strategy=cache_strategy,
-            engine=engine, engine_options=dict(engine_options or {}), staging_bytes=staging_mib << 20,
+            engine=engine, ready_engine=ready, engine_options=dict(engine_options or {}), staging_bytes=staging_mib << 20,
             verify=check_level(verify), transport=transport, training_copy=training_copy, gradients=gradients,
             optimizer_state=optimizer_state, alias=alias, defer_gather=defer_gather, sequence_parallel=sequence_parallel,
             recompute=recompute, offload=offload, reference=reference, reference_residency=reference_residency,

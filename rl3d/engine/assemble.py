@@ -54,6 +54,7 @@ class ActorSettings:
     cache_strategy: str = "adaptive"
     engine: str = "megatron"
     engine_options: dict[str, Any] = field(default_factory=dict)
+    ready_engine: Any = None
     staging_bytes: int = 48 << 20
     verify: str = "off"
     transport: str = "auto"
@@ -199,7 +200,7 @@ def assemble(directory: Path, settings: ActorSettings, runtime: Runtime, carried
             fed = make_fed_engine(
                 settings.engine, directory, where, device=device, dtype=dtype, max_sequences=settings.max_sequences,
                 max_sequence_length=settings.max_sequence_length, max_prefill_tokens=settings.max_prefill_tokens,
-                vocab_size=arch.vocab_size, options=settings.engine_options,
+                vocab_size=arch.vocab_size, options=settings.engine_options, ready=settings.ready_engine,
             )  # fmt: skip
         members = tuple(sorted(rank for replica in chosen for rank in replica))
         layout = ShardLayout.replicas(1, [(rank,) for rank in members], arch.num_layers)

@@ -35,6 +35,11 @@ class SessionActor:
                  **options: Any) -> None:  # fmt: skip
         if type(num_gpus) is not int or num_gpus < 1:
             raise ValueError(f"num_gpus = {num_gpus!r}: expected the number of ranks to start, 1 or more")
+        if not isinstance(options.get("engine") or "", str):
+            raise ValueError(
+                f"engine is a {type(options['engine']).__name__} of this process, and num_gpus = {num_gpus} starts ranks in "
+                f"others, which cannot have it; leave num_gpus out, or let engine='vllm' start one in each rank"
+            )
         self.session = Session(num_gpus, device=device, timeout_s=timeout_s)
         try:
             with tempfile.TemporaryDirectory(prefix="rl3d-model-") as scratch:

@@ -21,12 +21,27 @@ def engine_problem(name: str, tp: int) -> str | None:
     return None
 
 
+def chosen_engine(engine: Any, use_vllm: bool | None) -> tuple[str, Any]:
+    """(name, ready engine or ``None``) of an actor's two arguments.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    ready = None if engine is None or isinstance(engine, str) else engine
+    name = engine if ready is None else "vllm"
+    if use_vllm is None:
+        return name or "megatron", ready
+    if name is not None and use_vllm != (name == "vllm"):
+        raise ValueError(f"use_vllm = {use_vllm} and engine = {engine!r} contradict each other; leave one of them out")
+    return name or ("vllm" if use_vllm else "megatron"), ready
+
+
 def make_fed_engine(name: str, directory: str | Path, groups: ModelGroups, *, device: torch.device, dtype: torch.dtype,
                     max_sequences: int, max_sequence_length: int, vocab_size: int, max_prefill_tokens: int | None = None,
-                    options: Mapping[str, Any] | None = None) -> FedEngine:  # fmt: skip
+                    options: Mapping[str, Any] | None = None, ready: Any = None) -> FedEngine:  # fmt: skip
     """An engine with a model of its own and no weights yet. Collective over all ranks that generate.
 
-    ``options`` are those of ``vllm.LLM``.
+    ``options`` are those of ``vllm.LLM``; ``ready`` is one that runs already.
     """
     limits: dict[str, Any] = {"max_sequences": max_sequences, "max_sequence_length": max_sequence_length}
     if name == "hf":
@@ -36,7 +51,7 @@ def make_fed_engine(name: str, directory: str | Path, groups: ModelGroups, *, de
     from rl3d.generation.vllm import VLLMGenerator
 
     return VLLMGenerator(directory, groups.tp, device=device, dtype=dtype, vocab_size=vocab_size, options=options,
-                         max_prefill_tokens=max_prefill_tokens, **limits)  # fmt: skip
+                         max_prefill_tokens=max_prefill_tokens, ready=ready, **limits)  # fmt: skip
 
 
 def load_engine(name: str, directory: str | Path, groups: ModelGroups, *, device: torch.device, dtype: torch.dtype,

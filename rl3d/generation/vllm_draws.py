@@ -1,4 +1,8 @@
-"""The draw inside vLLM: a logits processor that leaves one token of each row. Imported only where vLLM is."""
+"""The draw inside vLLM: a logits processor that leaves one token of each row. Imported only where vLLM is.
+
+vLLM makes it wherever its workers are, in this process or in others, so all it knows of a sequence comes with vLLM's own
+request (:func:`request_arguments`), and what it drew waits in :data:`DRAWN` to be fetched.
+"""
 
 from typing import Any
 
@@ -8,8 +12,15 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 from rl3d.generation.sampler import Sampler, SamplingBatch
 from rl3d.generation.scheduler import RunningSequence, sampling_columns
 
-SEQUENCES: dict[str, RunningSequence] = {}
-"""By the name in a request's ``extra_args``; vLLM's workers are in this process."""
+Row = tuple[int, bool, float, float, float]
+DRAWN: dict[str, dict[int, Row]] = {}
+"""Rows of :meth:`rl3d.generation.sampler.Draw.to_host` by the sequence's name and position, of this process's worker."""
+
+
+def request_arguments(name: str, sequence: RunningSequence) -> dict[str, Any]:
+    """``extra_args`` of vLLM's request: the sequence's name and its row of a sampling batch."""
+    columns = sampling_columns([sequence])
+    return {"rl3d": {"name": name, **{column: values[0] for column, values in columns.items()}}}
 
 
 class Draws(LogitsProcessor):
@@ -23,7 +34,7 @@ class Draws(LogitsProcessor):
         size = vllm_config.model_config.get_vocab_size()
         self.sampler = Sampler(size, size, None, device)
         self.device = device
-        self.rows: dict[int, tuple[RunningSequence, list[int]]] = {}
+        self.rows: dict[int, tuple[dict[str, Any], int, list[int]]] = {}  # what is asked, the prompt's length, the response
         self._members: list[int] = []
         self._sampling: SamplingBatch | None = None
 
@@ -35,11 +46,11 @@ class Draws(LogitsProcessor):
             return
         for index in batch_update.removed:
             self.rows.pop(index, None)
-        for index, params, _, output in batch_update.added:
+        for index, params, prompt, output in batch_update.added:
             self.rows.pop(index, None)
-            sequence = SEQUENCES.get((params.extra_args or {}).get("rl3d", ""))
-            if sequence is not None:
-                self.rows[index] = (sequence, output)
+            asked = (params.extra_args or {}).get("rl3d")
+            if asked is not None:
+                self.rows[index] = (asked, len(prompt), output)
         for a, b, direction in batch_update.moved:
             first, second = self.rows.pop(a, None), self.rows.pop(b, None)
             if first is not None:
@@ -55,12 +66,13 @@ class Draws(LogitsProcessor):
             return logits
         rows = [self.rows[index] for index in members]
         if self._sampling is None or len(self._sampling.keys) != len(rows):
-            self._sampling = SamplingBatch.build(**sampling_columns([s for s, _ in rows]), device=self.device)
-        positions = [len(s.prompt) + len(output) for s, output in rows]
+            columns = {c: [asked[c] for asked, _, _ in rows] for c in ("keys", "temperature", "top_p", "top_k", "min_p")}
+            self._sampling = SamplingBatch.build(**columns, device=self.device)
+        positions = [length + len(output) for _, length, output in rows]
         chosen = logits if len(rows) == len(logits) else logits[members]
         draw = self.sampler.draw(chosen, self._sampling, torch.tensor(positions, device=self.device))
-        for (sequence, _), position, row in zip(rows, positions, draw.to_host(), strict=True):
-            sequence.draws[position] = row
+        for (asked, _, _), position, row in zip(rows, positions, draw.to_host(), strict=True):
+            DRAWN.setdefault(asked["name"], {})[position] = row
         left = torch.full_like(chosen, float("-inf")).scatter_(1, draw.tokens[:, None], 0.0)
         if chosen is logits:
             return left
