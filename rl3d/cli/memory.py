@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
     # ranks as they were started: one GPU each, whether or not this machine has any
     world = args.ranks or (cfg.layout.ranks if isinstance(cfg.layout.ranks, int) else None)
     cfg = resolve(cfg, world_size=world, gpus=0 if args.cpu else (world or 1))
-    request = Request.of(cfg, read_hf_config(cfg))
+    limit = args.gpu_mem if args.gpu_mem is not None else cfg.layout.memory_limit_gb
+    request = Request.of(cfg, read_hf_config(cfg), None if limit is None else int(limit * 1e9))
     plan = request.plan()
     if args.json:
         print(json.dumps(plan.to_json(), indent=2))
     else:
         show(cfg, request)
-    limit = args.gpu_mem if args.gpu_mem is not None else cfg.layout.memory_limit_gb
     if limit is None:
         return 0
     wrong = problem(request, Capacity(int(limit * 1e9), "a GPU"), plan)

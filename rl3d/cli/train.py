@@ -106,16 +106,17 @@ def _misfit(cfg: "RunConfig", hf_config: dict[str, Any], show: bool = False) -> 
     from rl3d.estimate.request import Request
     from rl3d.estimate.table import shown
 
-    request = Request.of(cfg, hf_config)
+    host, limit = host_memory(), cfg.layout.memory_limit_gb
+    whole = None if cfg.layout.device == "cpu" else gpu_memory()
+    request = Request.of(cfg, hf_config, whole if whole is not None or limit is None else int(limit * 1e9))
     if show:
         print()
         show_plan(cfg, request)
-    host, limit = host_memory(), cfg.layout.memory_limit_gb
     assert isinstance(cfg.layout.ranks, int)
     if cfg.layout.device == "cpu":
         size, source = (None if host is None else host // cfg.layout.ranks), "the host, shared by all ranks,"
     else:
-        size, source = gpu_memory(), "a GPU of this machine"
+        size, source = whole, "a GPU of this machine"
     if limit is not None and (size is None or limit * 1e9 < size):
         size, source = int(limit * 1e9), f"layout.memory_limit_gb = {limit:g}"
     if size is None or cfg.trainer.memory_check == "off":

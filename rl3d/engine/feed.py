@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl3d.estimate.rollout import BUCKET_BYTES
 from rl3d.io.export_hf import hf_tensors
 from rl3d.layout.sharding import ShardLayout
 from rl3d.models import MappedParameter
@@ -23,7 +24,6 @@ from rl3d.reshard.planner import build_plan
 from rl3d.reshard.spans import Span
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], None]
-BUCKET_BYTES = 256 << 20
 
 
 class FeedError(RuntimeError):

@@ -6,7 +6,14 @@ from typing import Any
 
 from rl3d.estimate.parameters import stage_numels
 from rl3d.estimate.passes import Passes
-from rl3d.estimate.rollout import cache_bytes, generation_weights, working_bytes
+from rl3d.estimate.rollout import (
+    cache_bytes,
+    fed_bytes,
+    generation_weights,
+    vllm_cache_bytes,
+    vllm_weights,
+    working_bytes,
+)
 from rl3d.estimate.settings import MemorySettings
 from rl3d.estimate.states import States, pinned, stage_run, states
 from rl3d.layout import GenLayout, TrainLayout
@@ -118,7 +125,7 @@ class _Stage:
         self.passes = Passes(arch, self.padded // train.tp, train, settings, stage)
         self.host: dict[str, int] = {}
         self.resident: dict[str, int] = dict(self.state.held)
-        self._keep("generation weights", generation_weights(arch, self.padded, train, gen, settings))
+        self.switching, self.generating = self._engine()
         self._on_host(self.state.host)
         parked = [pinned(size) for item, size in self.state.held.items() if item in _PARKED]
         if settings.optimizer_state == "host" and settings.device == "cuda" and parked:
@@ -150,6 +157,27 @@ class _Stage:
         self._on_host({f"{item} (host)": pinned(size)})
         return size
 
+    def _engine(self) -> tuple[dict[str, int], dict[str, int]]:
+        """What the generation engine takes in a switch and while it generates, beside what it always keeps."""
+        arch, gen, settings = self.arch, self.gen, self.settings
+        working = {"activations": working_bytes(arch, self.padded, gen, settings)}
+        if settings.engine != "vllm":
+            weights = generation_weights(arch, self.padded, self.train, gen, settings)
+            self._keep("generation weights", weights)
+            switching = {"staging": 2 * min(settings.staging_bytes, weights)}
+            if settings.engine != "megatron":
+                switching["weights on their way"] = fed_bytes(arch, self.padded, settings)
+            return switching, {"KV cache": cache_bytes(arch, gen, settings), **working}
+        own = {"vLLM weights": vllm_weights(arch, self.padded, gen, settings)}
+        cache = {"KV cache": vllm_cache_bytes(arch, self.padded, gen, settings)}
+        switching = {"staging": 2 * min(settings.staging_bytes, own["vLLM weights"]),
+                     "weights on their way": fed_bytes(arch, self.padded, settings)}  # fmt: skip
+        if settings.device == "cuda" and settings.vllm_sleeps:  # weights wake first, and take in the new ones
+            return switching | own, own | cache | working
+        for item, size in {**own, **cache}.items():
+            self._keep(item, size)
+        return switching, working
+
     def _frozen(self, numels: tuple[int, ...]) -> int:
         """Weights that only run forward; at stage 3 they are sharded like the actor's."""
         dp = self.train.dp or 1
@@ -179,7 +207,7 @@ class _Stage:
         """All phases of a step, in order."""
         state, passes = self.state, self.passes
         found = [
-            self._phase("switch", {"staging": 2 * min(self.settings.staging_bytes, self.resident["generation weights"])}),
+            self._phase("switch", self.switching),
             self._generation(),
             self._phase("old log-probabilities", passes.forward(state)),
         ]
@@ -202,11 +230,7 @@ class _Stage:
         return Phase(name, {item: size for item, size in items.items() if size}, self.stage)
 
     def _generation(self) -> Phase:
-        phase = self._phase(
-            "generation",
-            {"KV cache": cache_bytes(self.arch, self.gen, self.settings)},
-            {"activations": working_bytes(self.arch, self.padded, self.gen, self.settings)},
-        )
+        phase = self._phase("generation", self.generating)
         away = {"weights"} if self.settings.training_copy == "drop" else set()
         away |= {"gradients"} if self.settings.gradients == "drop" else set()
         if self.settings.optimizer_state == "host" and self.settings.device == "cuda":

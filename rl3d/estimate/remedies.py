@@ -175,11 +175,26 @@ def _longest(request: Request) -> int:
     return request.settings.max_sequence_length
 
 
+def _smaller_share(request: Request) -> tuple[str, Request] | None:
+    """Less of the device for vLLM, whose cache takes what there is."""
+    settings = request.settings
+    share = round(settings.vllm_share / 2, 2)
+    if settings.engine != "vllm" or settings.device_bytes is None or settings.vllm_cache is not None or share < 0.05:
+        return None
+    return f"rollout.vllm.gpu_memory_utilization={share}", replace(request, settings=replace(settings, vllm_share=share))
+
+
 _CHANGES: tuple[Change, ...] = (
+    _smaller_share,
     _setting("algorithm.reference_residency", "reference", "host", lambda r: r.settings.reference == "device"),
     _smaller("algorithm.micro_batch_tokens", "micro_batch_tokens", 2, _longest),
     _smaller("algorithm.logprob_chunk_tokens", "logprob_chunk_tokens", 4, lambda r: 64),
-    _setting("layout.training_copy", "training_copy", "drop", lambda r: r.train.zero < 3 and not _coincide(r)),
+    _setting(
+        "layout.training_copy",
+        "training_copy",
+        "drop",
+        lambda r: r.train.zero < 3 and not _coincide(r) and r.settings.engine == "megatron",
+    ),
     _setting("layout.gradients", "gradients", "drop"),
     _setting("layout.optimizer_state", "optimizer_state", "host", lambda r: r.settings.offload == "none"),
     _smaller("rollout.max_sequences", "max_sequences", 2, lambda r: 8),

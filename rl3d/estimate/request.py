@@ -1,5 +1,6 @@
 """From a resolved run configuration to what the memory plan asks for."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl3d.config import RunConfig
+from rl3d.config.engines import VLLM_CPU_CACHE, VLLM_SHARE
 from rl3d.estimate.memory import MemoryPlan, predict
 from rl3d.estimate.settings import MemorySettings
 from rl3d.layout import GenLayout, TrainLayout
@@ -24,21 +26,26 @@ class Request:
     world: int
 
     @classmethod
-    def of(cls, cfg: RunConfig, hf_config: Mapping[str, Any]) -> "Request":
-        """What a resolved configuration asks for. Raises :class:`~rl3d.models.UnsupportedModelError`."""
+    def of(cls, cfg: RunConfig, hf_config: Mapping[str, Any], device_bytes: int | None = None) -> "Request":
+        """What a resolved configuration asks for, on devices of so many bytes, if that is known.
+
+        Raises :class:`~rl3d.models.UnsupportedModelError`.
+        """
         assert isinstance(cfg.layout.ranks, int)
         hf_config = dict(hf_config)
         if cfg.model.random is not None:
             hf_config.setdefault("vocab_size", 512)  # the tokenizer's, of tiny models
         train = cfg.layout.train_layout.resolve(cfg.layout.ranks)
-        return cls(Architecture.from_hf(hf_config), train, cfg.layout.gen_layout, _settings(cfg), cfg.layout.ranks)
+        return cls(
+            Architecture.from_hf(hf_config), train, cfg.layout.gen_layout, _settings(cfg, device_bytes), cfg.layout.ranks
+        )
 
     def plan(self) -> MemoryPlan:
         """See :func:`predict`."""
         return predict(self.arch, self.train, self.gen, self.settings)
 
 
-def _settings(cfg: RunConfig) -> MemorySettings:
+def _settings(cfg: RunConfig, device_bytes: int | None) -> MemorySettings:
     layout, algorithm, rollout = cfg.layout, cfg.algorithm, cfg.rollout
     zero = cfg.deepspeed.get("zero_optimization", {})
     length = cfg.model.max_sequence_length
@@ -64,10 +71,23 @@ def _settings(cfg: RunConfig) -> MemorySettings:
         max_sequences=rollout.max_sequences,
         max_prefill_tokens=rollout.max_batch_tokens,
         staging_bytes=layout.staging_mib << 20,
+        engine=rollout.engine,
+        vllm_share=float(rollout.vllm.get("gpu_memory_utilization", VLLM_SHARE)),
+        vllm_cache=_vllm_cache(cfg),
+        vllm_sleeps=bool(rollout.vllm.get("enable_sleep_mode", True)),
+        device_bytes=device_bytes,
         bucket=int(zero.get("reduce_bucket_size", MemorySettings.bucket)),
         flash=cfg.model.attention == "auto",
         grouped_varlen=_torch_version() >= (2, 14),
     )
+
+
+def _vllm_cache(cfg: RunConfig) -> int | None:
+    """Bytes of vLLM's cache, where a setting says them; on a CPU one always does."""
+    told = cfg.rollout.vllm.get("kv_cache_memory_bytes")
+    if told is None and cfg.layout.device == "cpu":
+        return int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", VLLM_CPU_CACHE)) << 30
+    return None if told is None else int(told)
 
 
 def _critic(cfg: RunConfig) -> Architecture | None:

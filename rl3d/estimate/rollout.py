@@ -1,11 +1,15 @@
 """Bytes of generation on one rank: its weights, the key/value cache, and what prefill and drawing tokens need."""
 
+from dataclasses import replace
+
 from rl3d.estimate.parameters import stage_numels
 from rl3d.estimate.settings import MemorySettings
 from rl3d.layout import GenLayout, TrainLayout
-from rl3d.models import Architecture
+from rl3d.models import Architecture, parameter_specs
 
 FP32 = 4
+BUCKET_BYTES = 256 << 20
+"""Most of the parameters that travel together to an engine with a model of its own (one that is larger travels alone)."""
 PAGE_SIZE = {"cpu": 16, "cuda": 32}
 """Tokens of a page of the key/value cache, where nothing else is asked for."""
 _DRAW = 28  # bytes for each logit: three int64 of the noise's hash, the scaled logit
@@ -26,6 +30,30 @@ def cache_bytes(arch: Architecture, gen: GenLayout, settings: MemorySettings) ->
     tokens = (settings.max_sequences * -(-settings.max_sequence_length // page) + 1) * page
     heads = max(arch.num_kv_heads // gen.tp, 1)
     return arch.num_layers * 2 * tokens * heads * arch.head_dim * settings.element
+
+
+def vllm_cache_bytes(arch: Architecture, padded_vocab: int, gen: GenLayout, settings: MemorySettings) -> int:
+    """vLLM's pool, which it takes as a whole when it starts: the size that it was told, otherwise what its share of the
+    device leaves beside weights and activations, at least one sequence. On a device of unknown size: room for all slots."""
+    if settings.vllm_cache is not None:
+        return settings.vllm_cache
+    if settings.device_bytes is None:
+        return cache_bytes(arch, gen, settings)
+    taken = vllm_weights(arch, padded_vocab, gen, settings) + working_bytes(arch, padded_vocab, gen, settings)
+    least = cache_bytes(arch, gen, replace(settings, max_sequences=1))
+    return max(int(settings.vllm_share * settings.device_bytes) - taken, least)
+
+
+def vllm_weights(arch: Architecture, padded_vocab: int, gen: GenLayout, settings: MemorySettings) -> int:
+    """One rank's shard of vLLM's own copy."""
+    return settings.element * sum(stage_numels(arch, padded_vocab, gen.tp, 1, 1, 0))
+
+
+def fed_bytes(arch: Architecture, padded_vocab: int, settings: MemorySettings) -> int:
+    """What an engine with a model of its own takes while weights are streamed into it: a bucket of whole parameters, and
+    twice the largest one, which it keeps and lays out anew."""
+    sizes = [settings.element * spec.numel for spec in parameter_specs(arch, padded_vocab)]
+    return min(sum(sizes), max(BUCKET_BYTES, max(sizes))) + 2 * max(sizes)
 
 
 def working_bytes(arch: Architecture, padded_vocab: int, gen: GenLayout, settings: MemorySettings) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rl3d.config.engines import VLLM_SHARE
 from rl3d.models import Architecture
 
 
@@ -25,6 +26,11 @@ class MemorySettings:
         critic_learns: the critic has gradients and an optimiser of its own.
         critic_arch: the critic's shape; None: the policy's.
         max_sequences, max_prefill_tokens: sampling.
+        engine: what generates: ``"megatron"``, ``"hf"`` or ``"vllm"``.
+        vllm_share: of the device that vLLM takes in all (its ``gpu_memory_utilization``).
+        vllm_cache: bytes of vLLM's cache, where it was told; None: what its share leaves.
+        vllm_sleeps: vLLM gives weights and cache back during training, which it can on CUDA only.
+        device_bytes: memory of the whole device; None: not known.
         staging_bytes: of a switch, per direction.
         bucket: elements of DeepSpeed's reduction buckets, at most.
         flash: use the variable-length kernel where there is one (CUDA, bf16).
@@ -50,6 +56,11 @@ class MemorySettings:
     critic_arch: Architecture | None = None
     max_sequences: int = 64
     max_prefill_tokens: int = 8192
+    engine: str = "megatron"
+    vllm_share: float = VLLM_SHARE
+    vllm_cache: int | None = None
+    vllm_sleeps: bool = True
+    device_bytes: int | None = None
     staging_bytes: int = 48 << 20
     bucket: int = 50_000_000
     flash: bool = True

@@ -32,7 +32,8 @@ def check_memory(config: RunConfig, runtime: Runtime) -> MemoryPlan:
         ConfigError: with ``trainer.memory_check`` strict, on every rank, when the device of any cannot hold its part.
     """
     limit_memory(config, runtime)
-    request = Request.of(config, read_hf_config(config))
+    whole = torch.cuda.mem_get_info(runtime.device)[1] if runtime.device.type == "cuda" else None
+    request = Request.of(config, read_hf_config(config), whole)
     plan = request.plan()
     capacity = _capacity(config, runtime)
     if runtime.rank == 0:

@@ -100,12 +100,45 @@ def test_a_critic_adds_a_model_and_an_optimiser():
     assert "critic" not in plan(critic="host").phase("update").items
 
 
-def _request(name, *overrides):
+def test_vllm_takes_its_share_while_it_generates_and_sleeps_otherwise():
+    given = {"engine": "vllm", "alias": False, "device_bytes": int(80e9), "vllm_share": 0.4}
+    asleep, awake = plan(**given), plan(**given, vllm_sleeps=False)
+    items = asleep.phase("generation").items
+    assert items["vLLM weights"] == pytest.approx(2 * LLAMA.num_parameters, rel=1e-3)
+    assert items["vLLM weights"] + items["KV cache"] + items["activations"] == pytest.approx(32e9, abs=1)
+    assert "vLLM weights" in asleep.phase("switch").items and "KV cache" not in asleep.phase("switch").items
+    assert not {"vLLM weights", "KV cache"} & set(asleep.phase("update").items)
+    assert awake.phase("update").bytes - asleep.phase("update").bytes == items["vLLM weights"] + items["KV cache"]
+    assert asleep.phase("switch").items["weights on their way"] > 2 * LLAMA.vocab_size * LLAMA.hidden_size
+    told = plan(**{**given, "vllm_cache": 5 << 30}).phase("generation").items
+    assert told["KV cache"] == 5 << 30
+    least = plan(**{**given, "device_bytes": int(16e9)}).phase("generation").items  # no share is left: one sequence
+    assert least["KV cache"] == (768 + 32) * (512 << 10)
+
+
+def test_vllm_stays_in_memory_on_a_cpu(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    cfg = load_config("tiny_learns", ["rollout.engine=vllm", "layout.device=cpu", "layout.ranks=4"])
+    found = Request.of(resolve(cfg, world_size=4, gpus=0), random_config(cfg.model.random.config)).plan()
+    assert all(phase.items["KV cache"] == 3 << 30 and phase.items["vLLM weights"] for phase in found.phases)
+
+
+def test_less_of_the_gpu_for_vllm_is_a_remedy():
+    given = ["rollout.engine=vllm", "rollout.vllm.gpu_memory_utilization=0.9"]
+    request = _request("qwen2.5-1.5b-24gb", *given, device_bytes=int(24e9))
+    assert problem(request, Capacity(int(24e9), "a GPU")) is not None
+    (first, *_) = remedies(request, 24e9)
+    assert first.changes == ("rollout.vllm.gpu_memory_utilization=0.45",)
+    changed = _request("qwen2.5-1.5b-24gb", *given, *first.changes, device_bytes=int(24e9))
+    assert changed.plan().needed == first.plan.needed <= 24e9
+
+
+def _request(name, *overrides, device_bytes=None):
     given, _ = SHIPPED[name]
     random = ["model.path=null", f"model.random.config=configs/models/{given}.json"]
     cfg = load_config(folder("configs") / f"{name}.yaml", [*random, *overrides, "layout.device=cuda"])
     cfg = resolve(cfg, world_size=cfg.layout.ranks, gpus=cfg.layout.ranks)
-    return Request.of(cfg, random_config(cfg.model.random.config))
+    return Request.of(cfg, random_config(cfg.model.random.config), device_bytes)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
