@@ -26,6 +26,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="updates and switches measured, after one that warms up; 5")
     parser.add_argument("--later", type=int, default=3, help="batches after the first of each round; 3")
     parser.add_argument("--transport", choices=("auto", "peer", "p2p"), default="auto", help="auto")
+    parser.add_argument("--cache-strategy", choices=("adaptive", "full", "lightweight"), default="full",
+                        help="of the key/value cache; with full it keeps its place, and captured graphs stay valid; full")  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto")
     parser.add_argument("--shape", nargs="+", default=[], metavar="KEY=VALUE",
                         help="other values of the model's config.json, as in num_hidden_layers=4")  # fmt: skip
@@ -77,7 +79,8 @@ def _measure(args: argparse.Namespace, hf_config: dict[str, Any], scratch: Path)
     with failures.guard(runtime):
         actor = Actor(str(model), train=args.train, gen=args.gen, device=args.device, transport=args.transport,
                       algorithm=PPOConfig(batch_size=args.batch, mini_batch_size=args.batch, kl_coef=0.0),
-                      max_sequence_length=args.prompt_len + args.response_len, max_sequences=args.batch)  # fmt: skip
+                      max_sequence_length=args.prompt_len + args.response_len, max_sequences=args.batch,
+                      cache_strategy=args.cache_strategy)  # fmt: skip
         replicas = actor.settings.gen.replicas(runtime.world_size)
         stream = RandomPrompts(args.batch * replicas, args.prompt_len, actor.parts.arch.vocab_size)
         params = SamplingParams(args.response_len, 1.0, 1.0, 0, stop_token_ids=(), seed=0)

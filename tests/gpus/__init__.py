@@ -1,0 +1,1 @@
+"""What only several GPUs of one host can show."""
