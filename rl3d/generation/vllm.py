@@ -22,7 +22,7 @@ from rl3d.generation.checks import check_agreement, check_requests
 from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Progress, Request, Result, check_weights
 from rl3d.generation.scheduler import RunningSequence, expand
 from rl3d.generation.vllm_links import Here
-from rl3d.generation.vllm_start import missing_reason, start
+from rl3d.generation.vllm_start import missing_reason, start, unlink_shared_memory
 
 _ABORT_EVERY = 8  # steps between the ranks of a replica telling each other what to abort
 
@@ -70,6 +70,8 @@ class VLLMGenerator:
             self.link = way_to(ready)(ready)
             check_ready(self.link, directory, tp=1 if self.group is None else self.group.size(), device=device, dtype=dtype,
                         max_sequence_length=max_sequence_length)  # fmt: skip
+            if self.group is not None and device.type == "cpu":
+                unlink_shared_memory(self.group)
         self._sleeps = device.type == "cuda" and bool(self.link.config.model_config.enable_sleep_mode)
         self._asleep = {"weights", "kv_cache"} if self._sleeps and self.link.sleeps() else set[str]()
         self.weights_version: int | None = 0 if weights else None

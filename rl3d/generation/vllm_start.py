@@ -94,7 +94,7 @@ def _free_memory(*_: Any, **__: Any) -> None:
 @contextlib.contextmanager
 def _shared_memory_of_its_own(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
     """On a CPU vLLM names the shared memory of a tensor-parallel group after how its ranks meet. Under a launcher that is
-    the same for every engine, and the second one finds the first one's memory; here each gets a name."""
+    the same for every engine, and the second one finds the first one's memory; here each gets a name, and leaves no file."""
     if group is None or device.type != "cpu":
         yield
         return
@@ -106,5 +106,14 @@ def _shared_memory_of_its_own(group: dist.ProcessGroup | None, device: torch.dev
     Executor._distributed_args = lambda self: (f"env://{name[0]}", *meet(self)[1:])
     try:
         yield
+        unlink_shared_memory(group)
     finally:
         Executor._distributed_args = meet
+
+
+def unlink_shared_memory(group: dist.ProcessGroup) -> None:
+    """Take away the name of what vLLM's newest engine shares on a CPU, which all of its ranks have mapped by now: it would
+    outlive the job, and an engine of that name could not start."""
+    name = os.environ.get("VLLM_DIST_IDENT", "").lstrip("/")
+    for file in Path("/dev/shm").glob(f"{name}-*-cpushm_{group.rank()}"):
+        file.unlink(missing_ok=True)

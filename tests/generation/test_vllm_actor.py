@@ -59,6 +59,24 @@ def test_training_leaves_vllm_awake_on_a_cpu_and_its_weights_stale(facts: tuple[
     assert "StaleWeightsError: generation weights have version 4, expected 6" in found["stale"]
 
 
+def test_vllm_holds_the_cache_of_the_memory_plan_and_leaves_no_files(facts: tuple[str, Any]) -> None:
+    if not facts[0].startswith("tp"):
+        pytest.skip("vLLM is started by its user, with a cache of its own")
+    found, planned = facts[1]["memory"]
+    assert planned == pytest.approx(found, rel=1e-3)
+    assert not list(Path("/dev/shm").glob("*-cpushm_*")), "shared memory that outlives the job"
+
+
+def test_requests_of_an_async_engine_stream_and_end_by_name(facts: tuple[str, Any]) -> None:
+    if facts[0] != "async":
+        pytest.skip("there is no AsyncLLM")
+    stopped = facts[1]["stopped"]
+    assert stopped["order"] == ["short", "cut", "long"]
+    (_, why, length), cut, (_, _, short) = stopped["ends"]
+    assert (why, length, short) == ("length", 60, 3) and cut[1] == "abort" and 2 <= cut[2] < 60
+    assert "this is its event loop's own thread; call the actor in another thread" in facts[1]["inside"]
+
+
 def test_engines_that_do_not_fit_are_refused_with_what_to_do(facts: tuple[str, Any]) -> None:
     if facts[0] != "ready":
         pytest.skip("asked once, where a ready engine is in this process")

@@ -1,5 +1,6 @@
 """What each rank does in test_vllm_actor.py: actors that train, switch and generate with vLLM, started here or ready."""
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 import rl3d
 from rl3d import PPOConfig, VLLMActor
 from rl3d.engine.hybrid import ModeError
-from rl3d.generation.engine import GenerationError
+from rl3d.estimate.rollout import vllm_cache_bytes
+from rl3d.estimate.settings import MemorySettings
+from rl3d.generation.engine import GenerationError, Progress, Request, SamplingParams
 from tests.generation.vllm_checks import NEW_TOKENS, prompts
 
 LENGTH = 96
@@ -43,13 +46,48 @@ def main(runtime: Any, directory: str, case: str) -> dict[str, Any]:
             "logprobs": sampled.logprobs.tolist(), "cache": [to_generation.cache_bytes, to_training.cache_bytes],
         })  # fmt: skip
         actor.update(sampled.sequences, torch.arange(6.0), sampled.logprobs)
-    found = {"rounds": rounds, "refused": refused, "asleep": False, "training": _error(lambda: actor.generate(prompts()))}
     generator: Any = actor.hybrid.side.generator
-    found["stale"] = _error(lambda: generator.generate([]))
-    found["asleep"] = generator.link.sleeps()
+    found = {"rounds": rounds, "refused": refused, "training": _error(lambda: actor.generate(prompts())),
+             "stale": _error(lambda: generator.generate([])), "asleep": generator.link.sleeps()}  # fmt: skip
+    if case.startswith("tp"):
+        found["memory"] = _memory(actor)
     if case == "async":
+        found["stopped"] = _stopped(actor)
+        found["inside"] = _inside(actor, generator.link)
         llm.shutdown()
     return found
+
+
+def _memory(actor: VLLMActor) -> list[int]:
+    """Bytes of vLLM's cache on this rank, and what the memory plan says; its weights are packed away on a CPU."""
+    settings = MemorySettings(dtype="float32", device="cpu", engine="vllm", vllm_cache=1 << 30)
+    (cache,) = actor.llm.collective_rpc(lambda worker: sum(t.nbytes for t in worker.model_runner.kv_caches))
+    return [cache, vllm_cache_bytes(actor.parts.arch, actor.parts.padded_vocab, actor.settings.gen, settings)]
+
+
+def _stopped(actor: VLLMActor) -> dict[str, Any]:
+    """A request that is aborted by its name among others, and results in the order in which they end."""
+    requests = [Request([3, 4 + i], SamplingParams(n), (0, i, 0), name)
+                for i, (name, n) in enumerate((("long", 60), ("cut", 60), ("short", 3)))]  # fmt: skip
+    actor.switch_to_generation()
+    order: list[str] = []
+
+    def cut(progress: Progress) -> None:
+        if progress.tokens >= 8:
+            actor.hybrid.generator.abort("cut")  # type: ignore[union-attr]
+
+    results = actor.sample(requests, lambda result: order.append(result.request_id), cut)
+    actor.switch_to_training()
+    return {"order": order, "ends": [[r.request_id, r.finish_reason, len(r.token_ids)] for r in results]}
+
+
+def _inside(actor: VLLMActor, link: Any) -> str:
+    """What is said to a caller that would wait for its own event loop."""
+
+    async def call() -> str:
+        return _error(actor.switch_to_generation)
+
+    return asyncio.run_coroutine_threadsafe(call(), link._loop).result()
 
 
 def _ready(place: Path, case: str, ranks: int) -> Any:
