@@ -20,8 +20,8 @@ pytestmark = [
 
 PAIRS = [
     (train, gen, {"transport": transport})
-    for train, gen in (("tp2.pp1.zero1", "tp2"), ("tp1.pp2.zero1", "tp2"), ("tp1.pp1.zero3", "tp2"), ("tp2.pp1.zero1", "tp1"),
-                       ("tp1.pp1.zero2", "tp1"))
+    for train, gen in (("tp2.pp1.zero1", "tp2"), ("tp1.pp2.zero1", "tp2"), ("tp1.pp1.zero3", "tp2"),
+                       ("tp2.pp1.zero1", "tp1"), ("tp1.pp1.zero2", "tp1"))
     for transport in ("peer", "p2p")
 ] + [("tp1.pp1.zero1", "tp2", {"defer_gather": True})]  # fmt: skip
 
