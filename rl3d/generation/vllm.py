@@ -80,6 +80,9 @@ class VLLMGenerator:
         self._call = 0
         self._aborted: set[str] = set()
         self._abort_lock = threading.Lock()
+        if not weights:  # training comes first
+            self._check_idle()
+            self.release_cache()
 
     @property
     def llm(self) -> Any:
