@@ -18,12 +18,12 @@ pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
+LAYOUTS = (("tp2.pp1.zero1", "tp2"), ("tp1.pp2.zero1", "tp2"), ("tp1.pp1.zero3", "tp2"), ("tp2.pp1.zero1", "tp1"),
+           ("tp1.pp1.zero2", "tp1"))  # fmt: skip
 PAIRS = [
-    (train, gen, {"transport": transport})
-    for train, gen in (("tp2.pp1.zero1", "tp2"), ("tp1.pp2.zero1", "tp2"), ("tp1.pp1.zero3", "tp2"),
-                       ("tp2.pp1.zero1", "tp1"), ("tp1.pp1.zero2", "tp1"))
-    for transport in ("peer", "p2p")
-] + [("tp1.pp1.zero1", "tp2", {"defer_gather": True})]  # fmt: skip
+    *((train, gen, {"transport": transport}) for train, gen in LAYOUTS for transport in ("peer", "p2p")),
+    ("tp1.pp1.zero1", "tp2", {"defer_gather": True}),
+]
 
 
 def test_three_steps_equal_one_process_in_fp32(tmp_path):

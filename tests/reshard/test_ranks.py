@@ -64,13 +64,13 @@ def test_one_rank_without_room_to_share_sends_messages_and_the_others_are_read(r
     assert all("make /dev/shm larger" in text for text in found["refused"])
 
 
-def test_gpus_are_found_by_uuid_whatever_their_number_here():
+def test_memory_of_a_gpu_that_this_process_does_not_see_is_refused_by_uuid():
     names = list(signature(reductions.rebuild_cuda_tensor).parameters)
     arguments = tuple(names)
-    moved = for_process(arguments, "GPU-b", ["GPU-a", "GPU-b"])
-    assert dict(zip(names, moved)) == dict(zip(names, names)) | {"storage_device": 1}
+    moved = for_process(arguments, "GPU-b", ["GPU-a", "GPU-b"], 0)
+    assert dict(zip(names, moved)) == dict(zip(names, names)) | {"storage_device": 0}, "the reader's context maps it"
     with pytest.raises(OSError, match="sees 1 GPU.*on another one"):
-        for_process(arguments, "GPU-b", ["GPU-a"])
+        for_process(arguments, "GPU-b", ["GPU-a"], 0)
 
 
 def test_the_remedy_fits_the_failure():

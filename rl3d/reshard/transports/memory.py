@@ -48,13 +48,18 @@ def export(storage: torch.UntypedStorage) -> Export:
     return Export(storage.nbytes(), os.getpid(), rebuild=rebuild, arguments=arguments, gpu=gpu)
 
 
-def attach(exported: Export) -> torch.Tensor:
+def attach(exported: Export, device: torch.device) -> torch.Tensor:
     """The bytes of a peer's storage, a flat uint8 tensor over its very memory.
 
-    Raises OSError or RuntimeError when this process may not map it.
+    Memory of another GPU is mapped into the context of ``device``, the one that will read it: its kernels could not read
+    through a mapping of the other GPU's context, which would also cost half a gigabyte there. The tensor says that it is
+    on ``device``.
+
+    Raises OSError or RuntimeError when this process may not map it, or the GPUs cannot read each other.
     """
     if exported.rebuild is not None:
-        return exported.rebuild(*for_process(exported.arguments, exported.gpu, _uuids()))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return exported.rebuild(*for_process(exported.arguments, exported.gpu, _uuids(), index))
     descriptor = os.open(f"/proc/{exported.process}/fd/{exported.descriptor}", os.O_RDWR)
     try:
         make = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]
@@ -64,14 +69,16 @@ def attach(exported: Export) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def for_process(arguments: tuple[Any, ...], gpu: str, visible: Sequence[str]) -> tuple[Any, ...]:
-    """Arguments of torch's ``rebuild_cuda_tensor`` with the number that the GPU has in this process.
+def for_process(arguments: tuple[Any, ...], gpu: str, visible: Sequence[str], reader: int) -> tuple[Any, ...]:
+    """Arguments of torch's ``rebuild_cuda_tensor`` for a mapping by GPU ``reader`` of this process.
 
-    A process numbers the GPUs that it sees, and ``CUDA_VISIBLE_DEVICES`` or a scheduler may show each rank others.
+    A process numbers the GPUs that it sees, and ``CUDA_VISIBLE_DEVICES`` or a scheduler may show each rank others: the
+    number that the exporting process gave means nothing here.
 
     Args:
         gpu: UUID of the GPU that has the memory.
         visible: UUIDs of the GPUs that this process sees, by number.
+        reader: number of the GPU whose kernels will read the memory.
 
     Raises:
         OSError: this process does not see that GPU.
@@ -81,7 +88,7 @@ def for_process(arguments: tuple[Any, ...], gpu: str, visible: Sequence[str]) ->
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     at = list(signature(rebuild_cuda_tensor).parameters).index("storage_device")
-    return (*arguments[:at], visible.index(gpu), *arguments[at + 1 :])
+    return (*arguments[:at], reader, *arguments[at + 1 :])
 
 
 def _uuids() -> list[str]:

@@ -76,7 +76,7 @@ class PeerTransport:
         for peer, (where, offered) in self._gather((host, offer)).items():
             if peer == self.rank or where != host:
                 continue
-            reason = offered if isinstance(offered, str) else _try(offered, peer % 251)
+            reason = offered if isinstance(offered, str) else _try(offered, peer % 251, self.device)
             if reason:
                 failures.append(f"rank {self.rank} cannot map memory of rank {peer}: {reason}")
             else:
@@ -124,7 +124,7 @@ class PeerTransport:
         for pull in program.pulls:
             if pull.peer in self._maps[self.rank] and pull.peer not in broken:
                 try:
-                    source = _source(pull, everyone[pull.peer][1], mapped)
+                    source = _source(pull, everyone[pull.peer][1], mapped, self.device)
                 except (RuntimeError, OSError) as error:
                     broken[pull.peer] = f"rank {self.rank} cannot map memory of rank {pull.peer}: {_first_line(error)}"
                     continue
@@ -230,19 +230,20 @@ def _offers(program: Program) -> dict[tuple[bool, str], tuple[Export, int, torch
 
 
 def _source(
-    pull: Pull, offers: Mapping[tuple[bool, str], tuple[Export, int, torch.dtype]], mapped: dict[int, torch.Tensor]
-) -> torch.Tensor:
+    pull: Pull, offers: Mapping[tuple[bool, str], tuple[Export, int, torch.dtype]], mapped: dict[int, torch.Tensor],
+    device: torch.device,
+) -> torch.Tensor:  # fmt: skip
     exported, start, dtype = offers[pull.relay, pull.name]
     if id(exported) not in mapped:  # one object for each storage of a peer
-        mapped[id(exported)] = attach(exported)
+        mapped[id(exported)] = attach(exported, device)
     whole = mapped[id(exported)]
     flat = whole[: whole.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
     return strided(flat, start + pull.offset, pull.pitch, *pull.target.shape)
 
 
-def _try(exported: Export, expected: int) -> str:
+def _try(exported: Export, expected: int, device: torch.device) -> str:
     try:
-        found = attach(exported).cpu()
+        found = attach(exported, device).cpu()
     except (RuntimeError, OSError) as error:
         return _first_line(error)
     return "" if bool((found == expected).all()) else f"found other contents than it wrote ({found[:4].tolist()})"
