@@ -213,7 +213,8 @@ class DecodeRunner:
 
 
 def _can_capture(table: torch.Tensor, group: Any) -> bool:
-    return table.is_cuda and (group is None or dist.get_backend(group) == "nccl")
+    # "cpu:gloo,cuda:nccl" is what a group with a backend for each kind of device says
+    return table.is_cuda and (group is None or "nccl" in dist.get_backend(group))
 
 
 def _kind(sampling: SamplingBatch) -> str:

@@ -202,7 +202,7 @@ def _peers(rank: int, group: Any) -> dict[str, Any]:
     original = peer_module.attach
     if rank == 1:
 
-        def refuse(exported: Any) -> Any:
+        def refuse(exported: Any, device: torch.device) -> Any:
             raise OSError("not permitted here")
 
         peer_module.attach = refuse
