@@ -278,7 +278,8 @@ class RolloutConfig(Section):
     )
     vllm: dict[str, Any] = Field(
         default_factory=dict,
-        description="Passed on to vllm.LLM, for example {gpu_memory_utilization: 0.5}; keys that have a name of ours are "
+        description="Passed on to vllm.LLM, for example {gpu_memory_utilization: 0.4} (0.5 if left out, of each GPU, for "
+        "weights and cache, which sleep during training; not on a CPU); keys that have a name of ours are "
         "refused.",
     )
     n: PositiveInt = Field(default=8, description="Samples for each prompt.")

@@ -18,7 +18,7 @@ _HINT = "start it with LLM(model, ..., **rl3d.vllm_options())"
 
 
 def vllm_options() -> dict[str, Any]:
-    """Options for a ``vllm.LLM``, ``AsyncEngineArgs`` or ``vllm serve`` of your own that an actor shall generate with.
+    """Options for a ``vllm.LLM`` or ``AsyncEngineArgs`` of your own that an actor shall generate with.
 
     To be called before vLLM is started: it also asks, in the environment, for vLLM's model runner that knows logits
     processors. Processes, tensor parallelism, memory and lengths are yours to choose; with ``enable_sleep_mode=True``

@@ -64,7 +64,8 @@ def set_environment(device: torch.device) -> None:
     """What vLLM reads from the environment when it is imported and started; what is set already stays."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     usual = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of what is meant so, at each switch of every module without weights
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one has no logits processors of others
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # iterators of weights are handed over inside this process
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",

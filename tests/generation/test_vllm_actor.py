@@ -1,4 +1,7 @@
-"""``VLLMActor`` for real: after every update vLLM gives what transformers gives on the new weights, whoever started it."""
+"""``VLLMActor`` for real: after every update vLLM gives what transformers gives on the new weights, whoever started it.
+
+On one GPU: ``RL3D_TEST_DEVICE=cuda pytest tests/generation/test_vllm_actor.py -k "not tp2"``.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from tests.generation.models import save_model
 from tests.generation.test_vllm import rows
 from tests.generation.vllm_actor_checks import CASES
 from tests.generation.vllm_checks import NEW_TOKENS
-from tests.ranks import run_ranks
+from tests.ranks import DEVICE, run_ranks
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make vllm` installs it for a CPU")
 
@@ -52,16 +55,20 @@ def test_generates_with_the_weights_of_the_last_update(facts: tuple[str, Any]) -
     assert answers[0] != answers[1] != answers[2]
 
 
-def test_training_leaves_vllm_awake_on_a_cpu_and_its_weights_stale(facts: tuple[str, Any]) -> None:
+def test_vllm_sleeps_during_training_where_it_can_and_its_weights_are_stale(facts: tuple[str, Any]) -> None:
     found = facts[1]
-    assert all(round["cache"] == [0, 0] for round in found["rounds"]) and not found["asleep"]
     assert "ModeError: generate() needs generation mode" in found["training"]
-    assert "StaleWeightsError: generation weights have version 4, expected 6" in found["stale"]
+    if DEVICE == "cuda":
+        assert all(round["cache"][1] < -(1 << 30) for round in found["rounds"]) and found["asleep"]
+        assert "StaleWeightsError: generation weights were never loaded" in found["stale"]
+    else:
+        assert all(round["cache"] == [0, 0] for round in found["rounds"]) and not found["asleep"]
+        assert "StaleWeightsError: generation weights have version 4, expected 6" in found["stale"]
 
 
 def test_vllm_holds_the_cache_of_the_memory_plan_and_leaves_no_files(facts: tuple[str, Any]) -> None:
-    if not facts[0].startswith("tp"):
-        pytest.skip("vLLM is started by its user, with a cache of its own")
+    if "memory" not in facts[1]:
+        pytest.skip("a cache of the user's choice, or of what the device has")
     found, planned = facts[1]["memory"]
     assert planned == pytest.approx(found, rel=1e-3)
     assert not list(Path("/dev/shm").glob("*-cpushm_*")), "shared memory that outlives the job"
@@ -71,9 +78,9 @@ def test_requests_of_an_async_engine_stream_and_end_by_name(facts: tuple[str, An
     if facts[0] != "async":
         pytest.skip("there is no AsyncLLM")
     stopped = facts[1]["stopped"]
-    assert stopped["order"] == ["short", "cut", "long"]
+    assert stopped["order"][-1] == "long" and sorted(stopped["order"]) == ["cut", "long", "short"]
     (_, why, length), cut, (_, _, short) = stopped["ends"]
-    assert (why, length, short) == ("length", 60, 3) and cut[1] == "abort" and 2 <= cut[2] < 60
+    assert (why, length, short) == ("length", 60, 3) and cut[1] == "abort" and cut[2] < 60
     assert "this is its event loop's own thread; call the actor in another thread" in facts[1]["inside"]
 
 
@@ -86,7 +93,7 @@ def test_engines_that_do_not_fit_are_refused_with_what_to_do(facts: tuple[str, A
         assert text in said["other"], (text, said["other"])
     assert "gpu_memory_utilization) come too late for a ready engine" in said["options"]
     assert "engine is a object; expected a name, a vllm.LLM or an AsyncLLM" in said["kind"]
-    assert "enable_sleep_mode = True: on a CPU vLLM cannot sleep" in said["sleep"]
+    assert DEVICE == "cuda" or "enable_sleep_mode = True: on a CPU vLLM cannot sleep" in said["sleep"]
     assert "contradict each other" in said["both"]
     assert "leave num_gpus out" in said["session"]
     assert "at work on 1 requests" in said["busy"]

@@ -14,6 +14,7 @@ from rl3d.estimate.rollout import vllm_cache_bytes
 from rl3d.estimate.settings import MemorySettings
 from rl3d.generation.engine import GenerationError, Progress, Request, SamplingParams
 from tests.generation.vllm_checks import NEW_TOKENS, prompts
+from tests.ranks import DEVICE
 
 LENGTH = 96
 CASES = {
@@ -49,7 +50,7 @@ def main(runtime: Any, directory: str, case: str) -> dict[str, Any]:
     generator: Any = actor.hybrid.side.generator
     found = {"rounds": rounds, "refused": refused, "training": _error(lambda: actor.generate(prompts())),
              "stale": _error(lambda: generator.generate([])), "asleep": generator.link.sleeps()}  # fmt: skip
-    if case.startswith("tp"):
+    if case.startswith("tp") and DEVICE == "cpu":
         found["memory"] = _memory(actor)
     if case == "async":
         found["stopped"] = _stopped(actor)
@@ -93,8 +94,9 @@ def _inside(actor: VLLMActor, link: Any) -> str:
 def _ready(place: Path, case: str, ranks: int) -> Any:
     """vLLM as a user starts it."""
     options = {**rl3d.vllm_options(), "dtype": "float32", "max_model_len": LENGTH, "skip_tokenizer_init": True,
-               "enforce_eager": True, "block_size": 32, "max_num_seqs": 4, "tensor_parallel_size": ranks}  # fmt: skip
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING",
+               "enforce_eager": True, "block_size": 32, "max_num_seqs": 4, "tensor_parallel_size": ranks,
+               "enable_sleep_mode": DEVICE == "cuda", "gpu_memory_utilization": 0.5}  # fmt: skip
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
                    "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(case in ("processes", "async")))}  # fmt: skip
     if case == "async":
         from vllm import AsyncEngineArgs
