@@ -59,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
           f"later | update to first token, ms | of it the switch, ms |\n|--:|--:|--:|--:|--:|")  # fmt: skip
     print(f"| {found['first']:.0f} | {found['later']:.0f} | {found['ratio']:.3f} | {1e3 * found['first_token_s']:.1f} | "
           f"{1e3 * found['switch_s']:.1f} |")  # fmt: skip
+    used = found["memory_gb"]
+    print(f"\nMemory in use between rounds: {used[0]:.3f} GB after the first, {used[-1]:.3f} after the last of {len(used)}, "
+          f"{max(used):.3f} at most")  # fmt: skip
     return 0
 
 
@@ -86,8 +89,8 @@ def _measure(args: argparse.Namespace, hf_config: dict[str, Any], scratch: Path)
         params = SamplingParams(args.response_len, 1.0, 1.0, 0, stop_token_ids=(), seed=0)
         count = args.batch * replicas * args.response_len
 
-        def slowest(seconds: float) -> float:
-            took = torch.tensor([seconds], dtype=torch.float64)
+        def largest(value: float) -> float:
+            took = torch.tensor([value], dtype=torch.float64)
             dist.all_reduce(took, dist.ReduceOp.MAX, group=runtime.cpu_group)
             return took.item()
 
@@ -106,22 +109,24 @@ def _measure(args: argparse.Namespace, hf_config: dict[str, Any], scratch: Path)
             start = time.perf_counter()
             actor.sample(requests, on_step=stepped)
             whole = time.perf_counter() - start
-            return slowest(whole), slowest((first[0] if first else time.perf_counter()) - start)
+            return largest(whole), largest((first[0] if first else time.perf_counter()) - start)
 
         ids = torch.tensor([p.token_ids for p in stream.next_batch()])
         rollout = actor.rollout(ids, max_new_tokens=args.response_len, stop_token_ids=[])
         rewards = torch.arange(float(len(ids)))
-        firsts, later, ratios, tokens, switches = [], [], [], [], []
+        firsts, later, ratios, tokens, switches, memory = [], [], [], [], [], []
         for round_ in range(args.rounds + 1):
             actor.update(rollout.sequences, rewards, rollout.logprobs)
             runtime.barrier()
             start = time.perf_counter()
             actor.switch_to_generation()
-            switch = slowest(time.perf_counter() - start)
+            switch = largest(time.perf_counter() - start)
             first, token = batch(1000 * round_)
             after = [batch(1000 * round_ + i)[0] for i in range(1, args.later + 1)]
             actor.switch_to_training()
+            runtime.barrier()
             if round_:
+                memory.append(largest(_used(runtime.device)))
                 firsts.append(count / first)
                 later += [count / seconds for seconds in after]
                 ratios.append(statistics.median(after) / first)
@@ -130,5 +135,17 @@ def _measure(args: argparse.Namespace, hf_config: dict[str, Any], scratch: Path)
         device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else "CPU"
         found = {"device": device, "ranks": runtime.world_size, "first": statistics.median(firsts),
                  "later": statistics.median(later), "ratio": statistics.median(ratios),
-                 "first_token_s": statistics.median(tokens), "switch_s": statistics.median(switches)}  # fmt: skip
+                 "first_token_s": statistics.median(tokens), "switch_s": statistics.median(switches),
+                 "memory_gb": [round(nbytes / 1e9, 4) for nbytes in memory]}  # fmt: skip
         return found if runtime.rank == 0 else None
+
+
+def _used(device: Any) -> float:
+    """Bytes in use on the GPU, by whatever process; of this process on a CPU."""
+    import torch
+
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return float(total - free)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return float(pages * os.sysconf("SC_PAGE_SIZE"))
