@@ -15,6 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from rl3d.generation.kv_cache import KVCache
 from rl3d.generation.scheduler import Chunk
+from rl3d.generation.transfer import to_device
 from rl3d.kernels import paged_decode, rotary
 from rl3d.kernels.backend import use_triton
 from rl3d.models.layers import has_varlen_attention, varlen_attention
@@ -79,7 +80,7 @@ class GenerationContext(BaseInferenceContext):
         at[:3, : self._batch] = positions, slots, chunk_of
         at[3, : self._batch], at[3, self._batch :] = positions, -1
         rest = np.concatenate([ends - 1, [0], ends, table.ravel()])
-        together = to_device(np.concatenate([at.ravel(), rest]), device)
+        together = to_device(np.concatenate([at.ravel(), rest]), torch.int64, device)
         self.positions, slots_T, self.chunk_of, self.store_at = together[: at.size].view(at.shape).unbind()
         self._write_rows = slots_T[: self._batch]
         self.last, border, pages = together[at.size :].split([len(chunks), len(chunks) + 1, table.size])
@@ -178,12 +179,6 @@ class GenerationContext(BaseInferenceContext):
             out[first : first + length] = y[0].transpose(0, 1)
             first += length
         return out.flatten(1)
-
-
-def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy integers to a device without waiting for what it computes: pageable memory would wait when there is much."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _later_rows(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:

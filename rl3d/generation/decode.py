@@ -8,6 +8,7 @@ import torch
 from rl3d.generation.pages import SCRATCH
 from rl3d.generation.sampler import SamplingBatch
 from rl3d.generation.scheduler import RunningSequence, sampling_columns
+from rl3d.generation.transfer import to_device
 
 
 class BlockTable:
@@ -44,8 +45,8 @@ class DecodeState:
         self.rows, self.membership = len(running), membership
         padding = [0] * (min_rows - self.rows)
         self.sampling = SamplingBatch.build(**sampling_columns(running), device=device)
-        self.tokens = torch.tensor([s.result.token_ids[-1] for s in running] + padding, device=device)
+        self.tokens = to_device([s.result.token_ids[-1] for s in running] + padding, torch.int64, device)
         # position of the token that goes in, the newest one
-        self.positions = torch.tensor([s.length - 1 for s in running] + padding, device=device)
+        self.positions = to_device([s.length - 1 for s in running] + padding, torch.int64, device)
         self.longest = max(s.length for s in running)
         self.loaded = False  # into the runner's buffers

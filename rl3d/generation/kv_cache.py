@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+from rl3d.generation.transfer import to_device
+
 
 class KVCache:
     """Key and value pools, each ``[layers, pages + 1, page_size, kv_heads, head_dim]``; page 0 is scratch.
@@ -86,7 +88,7 @@ class KVCache:
         if not sources:
             return
         assert self.keys is not None and self.values is not None
-        target = torch.tensor(list(sources), device=self.device)
-        source = torch.tensor(list(sources.values()), device=self.device)
+        target = to_device(list(sources), torch.int64, self.device)
+        source = to_device(list(sources.values()), torch.int64, self.device)
         for pool in (self.keys, self.values):
             pool[:, target] = pool[:, source]

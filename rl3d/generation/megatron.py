@@ -4,7 +4,6 @@ import threading
 from collections.abc import Container, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
@@ -12,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from rl3d.estimate.rollout import PAGE_SIZE
 from rl3d.generation.body import CPU_MIN_ROWS, Body, make_body
 from rl3d.generation.checks import check_agreement, check_limits, check_requests
-from rl3d.generation.context import GenerationContext, to_device
+from rl3d.generation.context import GenerationContext
 from rl3d.generation.decode import BlockTable, DecodeState
 from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Progress, Request, Result, check_weights
 from rl3d.generation.fused import DecodeBody, reason_against
@@ -22,6 +21,7 @@ from rl3d.generation.pages import PagePool
 from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
 from rl3d.generation.scheduler import Chunk, Counts, RunningSequence, Scheduler, expand, sampling_columns
 from rl3d.generation.sizing import STRATEGIES, affordable_pages, wanted_pages
+from rl3d.generation.transfer import to_device
 
 _Started = tuple[list[RunningSequence], Draw | PendingDraw | None]  # a step's sequences and their draws, if any
 _ABORT_EVERY = 8  # steps between the ranks of a replica telling each other what to abort
@@ -305,14 +305,18 @@ class MegatronGenerator:
 
     def _prefill(self, scheduler: Scheduler, chunks: list[Chunk]) -> _Started:
         """Compute chunks of prompts; the sequences whose prompts are complete, and the first token of each."""
+
+        def indices(values: list[int]) -> torch.Tensor:
+            return to_device(values, torch.int64, self.device)
+
         flat = [token for chunk in chunks for token in chunk.tokens]
         padding = max(0, self.min_rows - len(flat))
         self.context.plan_prefill(chunks, padding)
         complete = [i for i, chunk in enumerate(chunks) if chunk.last]
         wanted = complete or [0]
         wanted = wanted + wanted[-1:] * (self.min_rows - len(wanted))
-        rows = self.context.last.index_select(0, torch.tensor(wanted, device=self.device))
-        ids = to_device(np.array(flat + [0] * padding, dtype=np.int64), self.device)
+        rows = self.context.last.index_select(0, indices(wanted))
+        ids = indices(flat + [0] * padding)
         if self.runner is None:
             logits = self.body.forward(ids, rows)
         else:
@@ -320,8 +324,8 @@ class MegatronGenerator:
         if not complete:
             return [], None
         sequences, prompt_of = scheduler.start_decoding(chunks)
-        logits = logits.index_select(0, torch.tensor(prompt_of, device=self.device))
-        positions = torch.tensor([s.length for s in sequences], device=self.device)
+        logits = logits.index_select(0, indices(prompt_of))
+        positions = indices([s.length for s in sequences])
         draw = self.sampler.draw(logits, SamplingBatch.build(**sampling_columns(sequences), device=self.device), positions)
         return sequences, draw if self.runner is None else PendingDraw.of(draw)
 

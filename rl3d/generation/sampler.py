@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rl3d.generation.filters import MARGIN, thresholds
 from rl3d.generation.noise import HASH, log_exponentials, vocabulary_keys
+from rl3d.generation.transfer import to_device
 from rl3d.kernels.backend import use_triton
 from rl3d.kernels.sample import BLOCK, draw_partials, join_partials
 
@@ -45,11 +46,11 @@ class SamplingBatch:
         rows = zip(temperature, top_p, top_k, min_p, strict=True)
         filtered = any(t > 0 and (p < 1 or k > 0 or m > 0) for t, p, k, m in rows)
         return cls(
-            keys=torch.tensor(keys, dtype=torch.int64, device=device),
-            temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
-            top_p=torch.tensor(top_p, dtype=torch.float32, device=device),
-            top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
-            min_p=torch.tensor(min_p, dtype=torch.float32, device=device),
+            keys=to_device(keys, torch.int64, device),
+            temperature=to_device(temperature, torch.float32, device),
+            top_p=to_device(top_p, torch.float32, device),
+            top_k=to_device(top_k, torch.int64, device),
+            min_p=to_device(min_p, torch.float32, device),
             filtered=filtered,
             greedy=not any(t > 0 for t in temperature),
             tempered=any(t not in (0, 1) for t in temperature),
