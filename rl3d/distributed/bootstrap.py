@@ -85,7 +85,8 @@ def init(timeout_s: float = 600, device: str = "auto") -> Runtime:
         return _runtime
     if dist.is_initialized():
         raise StartupError(
-            "torch.distributed was initialised before rl3d: call rl3d.distributed.bootstrap.init() in its place."
+            "torch.distributed was initialised before rl3d: call rl3d.distributed.bootstrap.init() in its place; before "
+            "vLLM is started, if a vLLM in this process did it."
         )
     place = detect()
     platform.prepare()

@@ -50,10 +50,11 @@ def vllm_weights(arch: Architecture, padded_vocab: int, gen: GenLayout, settings
 
 
 def fed_bytes(arch: Architecture, padded_vocab: int, settings: MemorySettings) -> int:
-    """What an engine with a model of its own takes while weights are streamed into it: a bucket of whole parameters, and
-    twice the largest one, which it keeps and lays out anew."""
+    """What an engine with a model of its own takes while weights are streamed into it: a bucket of whole parameters, and in
+    vLLM twice the largest one, which it keeps and lays out anew."""
     sizes = [settings.element * spec.numel for spec in parameter_specs(arch, padded_vocab)]
-    return min(sum(sizes), max(BUCKET_BYTES, max(sizes))) + 2 * max(sizes)
+    kept = 2 * max(sizes) if settings.engine == "vllm" else 0
+    return min(sum(sizes), max(BUCKET_BYTES, max(sizes))) + kept
 
 
 def working_bytes(arch: Architecture, padded_vocab: int, gen: GenLayout, settings: MemorySettings) -> int:

@@ -22,7 +22,9 @@ def vllm_options() -> dict[str, Any]:
 
     To be called before vLLM is started: it also asks, in the environment, for vLLM's model runner that knows logits
     processors. Processes, tensor parallelism, memory and lengths are yours to choose; with ``enable_sleep_mode=True``
-    (CUDA) it sleeps during training.
+    (CUDA) it sleeps during training. An engine in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``, or
+    ``distributed_executor_backend="external_launcher"``) joins the job that it finds: call
+    ``rl3d.distributed.bootstrap.init()`` first.
     """
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return {"logits_processors": [_DRAWS], "worker_extension_cls": _WORKER, "async_scheduling": False}
