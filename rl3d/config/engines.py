@@ -21,8 +21,11 @@ VLLM_CPU_CACHE = 1
 """GiB of vLLM's key/value cache on a CPU (``VLLM_CPU_KVCACHE_SPACE``), likewise."""
 
 
-def vllm_problems(options: dict[str, Any]) -> list[Problem]:
-    """Options that cannot be passed on to ``vllm.LLM``."""
+def vllm_problems(options: dict[str, Any], device: str) -> list[Problem]:
+    """Options that cannot be passed on to ``vllm.LLM`` on ``device`` (cuda, cpu or auto)."""
+    if device == "cpu" and options.get("enable_sleep_mode"):
+        text = "on a CPU vLLM cannot sleep, its weights and cache stay in memory during training; remove it"
+        return [Problem("rollout.vllm.enable_sleep_mode", text, True), *vllm_problems(options, "auto")]
     return [
         Problem(f"rollout.vllm.{name}", f"rl3d sets this itself; remove it and use {VLLM_OWNED[name]}", value)
         for name, value in options.items()
@@ -33,7 +36,7 @@ def vllm_problems(options: dict[str, Any]) -> list[Problem]:
 def engine_problems(cfg: Any) -> list[Problem]:
     """Keys of a :class:`rl3d.config.RunConfig` that do not go with its ``rollout.engine``."""
     engine, layout = cfg.rollout.engine, cfg.layout
-    problems = vllm_problems(cfg.rollout.vllm)
+    problems = vllm_problems(cfg.rollout.vllm, layout.device)
     if cfg.rollout.vllm and engine != "vllm":
         problems.append(
             Problem(

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from rl3d.config import ConfigError
-from rl3d.config.base import Problem
 from rl3d.config.engines import VLLM_CPU_CACHE, VLLM_SHARE, vllm_problems
 
 
@@ -33,11 +32,8 @@ def start(directory: str | Path, group: dist.ProcessGroup | None, *, device: tor
     Raises:
         ConfigError: options that are rl3d's to set, or that this device has not.
     """
-    if problems := vllm_problems(dict(options)):
+    if problems := vllm_problems(dict(options), device.type):
         raise ConfigError(problems)
-    if device.type == "cpu" and options.get("enable_sleep_mode"):
-        text = "on a CPU vLLM cannot sleep, its weights and cache stay in memory during training; remove it"
-        raise ConfigError(Problem("rollout.vllm.enable_sleep_mode", text, True))
     set_environment(device)
     from vllm import LLM
 

@@ -112,6 +112,10 @@ CASES = [
     (["rollout.engine=vllm", "layout.transport=peer"], ["layout.transport = 'peer'", "use auto"]),
     (["rollout.engine=vllm", "rollout.cache_strategy=full"], ["rollout.cache_strategy = 'full'", "use adaptive"]),
     (["rollout.engine=vllm", "rollout.vllm={max_model_len: 8}"], ["rollout.vllm.max_model_len = 8", "max_sequence_length"]),
+    (
+        ["rollout.engine=vllm", "rollout.vllm={enable_sleep_mode: true}", "layout.device=cpu"],
+        ["rollout.vllm.enable_sleep_mode = True", "on a CPU vLLM cannot sleep"],
+    ),
     ("rollout.vllm={swap_space: 1}", ["rollout.vllm = {'swap_space': 1}", "set engine=vllm"]),
     ("rollout.engine=sglang", ["rollout.engine = 'sglang'", "'megatron', 'hf' or 'vllm'"]),
     (["layout.transport=peer", "layout.training_copy=drop"], ["layout.training_copy = 'drop'", "layout.transport=p2p"]),
