@@ -181,11 +181,11 @@ def _peak(groups: ModelGroups, stage: int, dtype: str, options: dict[str, Any], 
     found: dict[str, int] = {}
     step = engine.zero.step
 
-    def timed() -> Any:
+    def timed(*args: Any) -> Any:
         found["update"] = meter.peak
         gc.collect()  # a bucket that hangs in a reference cycle would count or not, as it happens
         meter.reset()
-        return step()
+        return step(*args)
 
     engine.zero.step = timed  # type: ignore[method-assign]
     with meter:
