@@ -79,9 +79,12 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rl3d.io.pages import use_huge_pages
+
     if args.work is None:
         args.parser.print_help()
         return 2
+    use_huge_pages()
     return args.work(args)
 
 

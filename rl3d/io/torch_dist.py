@@ -291,7 +291,7 @@ class TorchDistReader:
         """
         name, index, _ = self._stored[spec.name]
         meta, depth = self._tensors[name], len(index)
-        out = torch.empty(spec.shape, dtype=meta.properties.dtype)
+        out = torch.empty(spec.shape, dtype=meta.properties.dtype)  # its pages are not touched before they are filled
         for chunk in meta.chunks:
             front = list(zip(index, chunk.offsets, chunk.sizes))
             if not all(a <= i < a + n for i, a, n in front):
@@ -302,6 +302,9 @@ class TorchDistReader:
                 continue
             value = self._load(MetadataIndex(name, chunk.offsets), tuple(chunk.sizes), meta.properties.dtype)
             value = value[tuple(i - a for i, a, _ in front)]
+            if kept == list(spec.shape) == size and value.is_contiguous():
+                out = value  # the whole parameter: a copy would be a second one in memory
+                break
             target = out
             for axis, (a, n) in enumerate(zip(start, kept)):
                 target, value = target.narrow(axis, a, n), value.narrow(axis, 0, n)
