@@ -92,11 +92,15 @@ def once(work: str, src: Path, dst: Path, *options: str) -> dict[str, Any]:
 def _print(found: dict[str, Any]) -> None:
     size, largest = found["bytes"], found["largest"]
     print(f"{size / 1e9:.2f} GB of bf16 weights, largest parameter {largest / 1e6:.0f} MB; every row a fresh process\n")
-    print("| | seconds | GB/s | peak anonymous memory, MB | of the largest parameter |\n|---|--:|--:|--:|--:|")
+    print("| | seconds | GB/s | CPU seconds | peak anonymous memory, MB | of the largest parameter |")
+    print("|---|--:|--:|--:|--:|--:|")
     for row in found["rows"]:
         if "error" in row:
-            print(f"| {row['name']} | failed: {row['error']} | | | |")
+            print(f"| {row['name']} | failed: {row['error']} | | | | |")
             continue
         speed, peak = size / 1e9 / row["seconds"], row["peak_bytes"]
-        print(f"| {row['name']} | {row['seconds']:.1f} | {speed:.2f} | {peak / 1e6:.0f} | {peak / largest:.2f} |")
+        cpu = row["cpu_seconds"]
+        print(
+            f"| {row['name']} | {row['seconds']:.1f} | {speed:.2f} | {cpu:.1f} | {peak / 1e6:.0f} | {peak / largest:.2f} |"
+        )
     print(f"\nafter the way there and back the files are {'the same' if found['same'] else 'DIFFERENT'}, byte for byte")
