@@ -8,12 +8,14 @@ Without CUDA the same step runs eagerly, in the same buckets.
 """
 
 import logging
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rl3d.distributed import bootstrap
 from rl3d.generation.fused import DecodeBody
 from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
 from rl3d.kernels.paged_attention import SPLIT
@@ -105,6 +107,12 @@ class DecodeRunner:
         self._epoch: int | None = None
         self._pool: Any = None
         self._turn = 0
+        runtime = bootstrap.current()
+        if body.group is not None and runtime is not None:
+            # NCCL ends a communicator only when no graph holds its collectives any more, and would wait for ever
+            # (pytorch#115388)
+            myself = weakref.ref(self)
+            runtime.before_leaving.append(lambda: _forget(myself()))
 
     @property
     def captured(self) -> int:
@@ -113,6 +121,8 @@ class DecodeRunner:
 
     def forget(self) -> None:
         """Drop the graphs and the memory that they hold, for example while training."""
+        for graph in self._captured.values():
+            graph.reset()
         self._captured.clear()
         self._logits.clear()
         self._pool = None
@@ -210,6 +220,11 @@ class DecodeRunner:
         self._captured[key] = graph
         if logits is not None:
             self._logits[key] = logits
+
+
+def _forget(runner: DecodeRunner | None) -> None:
+    if runner is not None:
+        runner.forget()
 
 
 def _can_capture(table: torch.Tensor, group: Any) -> bool:
