@@ -14,12 +14,7 @@ class Arena:
 
     def __init__(self, specs: Sequence[ParamSpec], layout: ShardLayout, rank: int, device: torch.device) -> None:
         self.layout, self.rank = layout, rank
-        mine = [spec for spec in specs if layout.holds(spec, rank)]
-        starts, end = [], 0
-        for spec in mine:
-            starts.append(end)
-            numel = torch.Size(layout.local_shape(spec)).numel()
-            end += -(-numel * getattr(torch, spec.dtype).itemsize // ALIGN) * ALIGN
+        mine, starts, end = _places(specs, layout, rank)
         self.bytes = torch.zeros(end, dtype=torch.uint8, device=device)
         if device.type == "cpu":
             self.bytes.share_memory_()  # where peers can map it from the start
@@ -44,6 +39,26 @@ class Arena:
     def poison(self) -> None:
         """Ones in every bit: not a number in any floating type."""
         self.bytes.fill_(255)
+
+
+def arena_bytes(specs: Sequence[ParamSpec], layout: ShardLayout, rank: int) -> int:
+    """Bytes that an :class:`Arena` takes."""
+    return _places(specs, layout, rank)[2]
+
+
+def filling_bytes(specs: Sequence[ParamSpec]) -> int:
+    """Bytes that :meth:`Arena.fill` takes for a moment: random words of the largest parameter, and its bits."""
+    return 4 * max(torch.Size(spec.shape).numel() * getattr(torch, spec.dtype).itemsize for spec in specs)
+
+
+def _places(specs: Sequence[ParamSpec], layout: ShardLayout, rank: int) -> tuple[list[ParamSpec], list[int], int]:
+    mine = [spec for spec in specs if layout.holds(spec, rank)]
+    starts, end = [], 0
+    for spec in mine:
+        starts.append(end)
+        numel = torch.Size(layout.local_shape(spec)).numel()
+        end += -(-numel * getattr(torch, spec.dtype).itemsize // ALIGN) * ALIGN
+    return mine, starts, end
 
 
 def place(tensor: torch.Tensor, offset: int, pitch: int, rows: int, cols: int) -> torch.Tensor:

@@ -29,11 +29,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", nargs="+", default=[], metavar="KEY=VALUE",
                         help="other values of the model's config.json, as in num_hidden_layers=4")  # fmt: skip
     parser.add_argument("--only-ours", action="store_true", help="leave all-gather and megatron-core out")
+    parser.add_argument("--memory-limit-gb", type=float, metavar="N",
+                        help="refuse pairs that want more of a device (a CPU's host) than this; what is free")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the ranks where they are not started yet; rank 0 prints. The exit code is 1 when a fingerprint changed."""
+    """Start the ranks where they are not started yet; rank 0 prints each pair when it is done.
+
+    The exit code is 1 when a fingerprint changed, or memory was too small for every pair.
+    """
     pairs = pair_up(args.train, args.gen)
     if args.ranks > 1 and "RANK" not in os.environ:
         from rl3d.distributed.launcher import launch_local
@@ -43,16 +48,22 @@ def run(args: argparse.Namespace) -> int:
     from rl3d.models.shapes import find_model
 
     name, config = find_model(args.model)
+
+    def show(found: dict[str, Any], case: dict[str, Any] | None) -> None:
+        if not args.json:
+            print(_heading(name, found) if case is None else _row(case), flush=True)
+
     found = measure(config | shape_values(args.shape), pairs, args.transport, args.device, args.staging_mib << 20,
-                    args.repeats, not args.only_ours)  # fmt: skip
+                    args.repeats, not args.only_ours, args.memory_limit_gb, show)  # fmt: skip
     if found is None:
         return 0
-    found = {"model": name, **found}
     if args.json:
-        print(json.dumps(found), flush=True)
+        print(json.dumps({"model": name, **found}), flush=True)
     else:
-        _print(found)
-    return 0 if all(case["changed"] == [] for case in found["cases"]) else 1
+        for note in found["notes"]:
+            print(f"\n{note}")
+    cases = found["cases"]
+    return int(any(case["changed"] for case in cases) or all(case["refused"] for case in cases))
 
 
 def pair_up(train: Sequence[str], gen: Sequence[str]) -> list[tuple[str, str]]:
@@ -75,21 +86,22 @@ def shape_values(texts: Sequence[str]) -> dict[str, Any]:
     return out
 
 
-def _print(found: dict[str, Any]) -> None:
-    print(
-        f"{found['model']}: {found['parameters'] / 1e6:.0f}M parameters in bf16, {found['ranks']} ranks, {found['device']}\n"
-    )
+def _heading(name: str, found: dict[str, Any]) -> str:
     heads = ("train", "generate", "transport", "received MB a rank", "ours ms", "back ms", "one plain copy ms",
              "all-gather ms", "megatron-core ms", "extra MB a rank", "staging MB", "fingerprints")  # fmt: skip
-    print("| " + " | ".join(heads) + " |\n" + "|---" * 3 + "|--:" * 8 + "|---|")
-    for case in found["cases"]:
-        seconds = case["seconds"]
-        cells = [case["train"], case["gen"], case["transport"], f"{case['received_max'] / 1e6:.1f}"]
-        for key in ("ours", "back", "copy", "all_gather", "megatron_core"):
-            value = seconds.get(key)
-            cells.append("" if value is None else f"{1e3 * value:.1f}")
-        cells += [f"{case['extra_bytes'] / 1e6:.1f}", f"{case['staging_bytes'] / 1e6:.1f}",
-                  "equal" if not case["changed"] else ", ".join(case["changed"])]  # fmt: skip
-        print(f"| {' | '.join(cells)} |", flush=True)
-    for note in found["notes"]:
-        print(f"\n{note}")
+    return (f"{name}: {found['parameters'] / 1e6:.0f}M parameters in bf16, {found['ranks']} ranks, {found['device']}\n\n"
+            "| " + " | ".join(heads) + " |\n" + "|---" * 3 + "|--:" * 8 + "|---|")  # fmt: skip
+
+
+def _row(case: dict[str, Any]) -> str:
+    cells = [case["train"], case["gen"]]
+    if case["refused"]:
+        return f"| {' | '.join(cells)} |" + " |" * 9 + f" not run: {case['refused']} |"
+    seconds = case["seconds"]
+    cells += [case["transport"], f"{case['received_max'] / 1e6:.1f}"]
+    for key in ("ours", "back", "copy", "all_gather", "megatron_core"):
+        value = seconds.get(key)
+        cells.append("" if value is None else f"{1e3 * value:.1f}")
+    cells += [f"{case['extra_bytes'] / 1e6:.1f}", f"{case['staging_bytes'] / 1e6:.1f}",
+              "equal" if not case["changed"] else ", ".join(case["changed"])]  # fmt: skip
+    return f"| {' | '.join(cells)} |"

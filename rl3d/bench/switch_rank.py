@@ -1,5 +1,6 @@
 """One rank of ``rl3d bench switch``: builds the weights of each pair of layouts and times the ways between them."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rl3d.bench import BenchError
-from rl3d.bench.arena import Arena
+from rl3d.bench.arena import Arena, arena_bytes, filling_bytes
 from rl3d.bench.gather import GatherAll
 from rl3d.distributed import bootstrap, failures
 from rl3d.distributed.bootstrap import Runtime
@@ -24,8 +25,13 @@ from rl3d.reshard.transports import CollectiveTransport, PeerTransport, Transpor
 
 
 def measure(config: dict[str, Any], pairs: Sequence[tuple[str, str]], transport: str, device: str, staging: int,
-            repeats: int, baselines: bool) -> dict[str, Any] | None:  # fmt: skip
-    """All pairs; the report on rank 0, elsewhere ``None``.
+            repeats: int, baselines: bool, limit_gb: float | None,
+            show: Callable[[dict[str, Any], dict[str, Any] | None], None]) -> dict[str, Any] | None:  # fmt: skip
+    """All pairs; the report on rank 0, elsewhere ``None``. A pair that the memory cannot hold is a case with ``refused``.
+
+    Args:
+        limit_gb: what each device has free, instead of what it says.
+        show: called on rank 0 with what holds for all pairs, and then with each case as soon as it is there.
 
     Raises :class:`BenchError` for a transport that the device does not have.
     """
@@ -38,14 +44,24 @@ def measure(config: dict[str, Any], pairs: Sequence[tuple[str, str]], transport:
         notes = []
         if baselines and find_spec("megatron") is None:
             notes.append("megatron-core is not installed, so its column is empty")
-        cases = []
-        for train, gen in pairs:
-            pair = _Pair(arch, train, gen, runtime, staging)
-            cases.append(pair.measure(transport, repeats, baselines))
-            del pair
         name = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
+        cases: list[dict[str, Any]] = []
         found = {"parameters": arch.num_parameters, "ranks": runtime.world_size, "device": name,
                  "repeats": repeats, "cases": cases, "notes": notes}  # fmt: skip
+        if runtime.rank == 0:
+            show(found, None)
+        for train, gen in pairs:
+            pair = _Pair(arch, train, gen, runtime, staging)
+            refused = pair.does_not_fit(baselines, limit_gb)
+            case = {"train": train, "gen": gen, "refused": refused, "changed": []}
+            if not refused:
+                pair.allocate()
+                case |= pair.measure(transport, repeats, baselines)
+            cases.append(case)
+            if runtime.rank == 0:
+                show(found, case)
+            del pair
+            _give_back(runtime)
         runtime.shutdown()
         return found if runtime.rank == 0 else None
 
@@ -54,7 +70,7 @@ class _Pair:
     """Weights of one pair of layouts."""
 
     def __init__(self, arch: Architecture, train_text: str, gen_text: str, runtime: Runtime, staging: int) -> None:
-        self.texts, self.runtime, self.staging = (train_text, gen_text), runtime, staging
+        self.runtime, self.staging = runtime, staging
         self.rank, self.device, world = runtime.rank, runtime.device, runtime.world_size
         text, _, parts = train_text.partition(":")
         if parts not in ("", "partitions"):
@@ -74,6 +90,24 @@ class _Pair:
             self.source = ShardLayout.training(self.mesh, layers, zero=train.zero, vpp=train.vpp)
         self.sharded = bool(parts) or train.zero == 3
         self.target = ShardLayout.replicas(gen.tp, self.replicas, layers)
+
+    def does_not_fit(self, baselines: bool, limit_gb: float | None) -> str:
+        """Why a device could not hold what its ranks want, in words; the same on all ranks."""
+        layouts = [self.source, self.target] + [self.whole] * (baselines and self.sharded)
+        need = sum(arena_bytes(self.specs, layout, self.rank) for layout in layouts) + filling_bytes(self.specs)
+        free = _free(self.device) if limit_gb is None else int(limit_gb * 1e9)
+        everyone: list[Any] = [None] * self.runtime.world_size
+        dist.all_gather_object(everyone, (_where(self.runtime), need, free))
+        for where in dict.fromkeys(place for place, _, _ in everyone):
+            wanted = sum(need for place, need, _ in everyone if place == where)
+            there = min(free for place, _, free in everyone if place == where)
+            if wanted > there:
+                return (f"{wanted / 1e6:,.1f} MB wanted by the ranks on one device, {there / 1e6:,.1f} MB free; take a larger "
+                        f"tp or pp in --train, or a smaller --shape")  # fmt: skip
+        return ""
+
+    def allocate(self) -> None:
+        """Make the weights of both layouts."""
         self.src = Arena(self.specs, self.source, self.rank, self.device)
         self.src.fill(self.specs)
         self.dst = Arena(self.specs, self.target, self.rank, self.device)
@@ -112,7 +146,7 @@ class _Pair:
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         received, local, staging, extra = numbers.tolist()
         return {
-            "train": self.texts[0], "gen": self.texts[1], "transport": report.transport, "seconds": seconds,
+            "transport": report.transport, "seconds": seconds,
             "received_max": received, "local_max": local, "bound": plan.certificate.to_json()["bound_max"],
             "stages": totals(report.spans, depth=1),
             "staging_bytes": staging, "staging_cap": self.staging, "extra_bytes": extra, "changed": self.changed,
@@ -208,6 +242,35 @@ class _Pair:
         dist.barrier()
         here = max(1, self.runtime.local_world_size // torch.cuda.device_count())
         return (total - free) // here
+
+
+def _where(runtime: Runtime) -> str:
+    """What ranks on one device, or of one host on a CPU, have in common."""
+    card = "" if runtime.device.type == "cpu" else str(torch.cuda.get_device_properties(runtime.device).uuid)
+    return f"{runtime.node_rank} {card}"
+
+
+def _free(device: torch.device) -> int:
+    """Bytes free on the device, or in the host; everything where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 2**62
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 2**62)
+
+
+def _give_back(runtime: Runtime) -> None:
+    """Memory of the pair before, on all ranks, before anybody looks at what is free: peers' mappings hold it, too."""
+    gc.collect()
+    if runtime.device.type == "cuda":
+        torch.cuda.synchronize(runtime.device)
+        for _ in range(2):  # what a peer mapped is only ours again when it has let go
+            dist.barrier()
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+    dist.barrier()
 
 
 def _status(key: str) -> int:

@@ -47,6 +47,24 @@ def test_no_rank_receives_more_than_the_bound_and_nothing_is_staged(found):
         assert case["staging_bytes"] == 0 <= case["extra_bytes"]
 
 
+def test_a_pair_that_memory_cannot_hold_is_a_row_that_says_so_and_the_others_run(tmp_path):
+    (tmp_path / "small.json").write_text(json.dumps(SHAPE))
+    words = ["bench", "switch", str(tmp_path / "small.json"), "--train", "tp1.zero1", "tp2.pp2.zero1", "--gen", "tp4"]
+    words += ["--ranks", "4", "--device", "cpu", "--repeats", "1", "--only-ours", "--memory-limit-gb"]
+
+    def bench(limit):  # 0.85 MB of weights in all, four copies of them with tp1
+        command = [sys.executable, "-m", "rl3d", *words, limit]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=90)
+
+    done = bench("0.0016")
+    assert done.returncode == 0, done.stderr
+    *_, refused, ran = done.stdout.splitlines()
+    assert "not run: " in refused and "MB wanted by the ranks on one device, 1.6 MB free" in refused
+    assert ran.startswith("| tp2.pp2.zero1 | tp4 | peer |") and ran.endswith("| equal |")
+    nothing = bench("0.0001")
+    assert nothing.returncode == 1 and nothing.stdout.count("not run: ") == 2
+
+
 def test_layouts_and_shapes_that_do_not_fit_are_named():
     assert pair_up(["tp2", "tp4"], ["tp1"]) == [("tp2", "tp1"), ("tp4", "tp1")]
     with pytest.raises(BenchError, match="2 layouts for --train and 3 for --gen"):
