@@ -102,8 +102,8 @@ class _Pair:
             wanted = sum(need for place, need, _ in everyone if place == where)
             there = min(free for place, _, free in everyone if place == where)
             if wanted > there:
-                return (f"{wanted / 1e6:,.1f} MB wanted by the ranks on one device, {there / 1e6:,.1f} MB free; take a larger "
-                        f"tp or pp in --train, or a smaller --shape")  # fmt: skip
+                return (f"{wanted / 1e6:,.1f} MB wanted by the ranks on one device, {there / 1e6:,.1f} MB free; take a "
+                        f"larger tp or pp in --train, or a smaller --shape")  # fmt: skip
         return ""
 
     def allocate(self) -> None:

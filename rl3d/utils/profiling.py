@@ -25,6 +25,13 @@ class Switch(Protocol):
     allocated: dict[str, int]
     freed: dict[str, int]
     transport: str
+    source: str
+    gathered_bytes: int
+    arena_bytes: int
+    alias_bytes: int
+    host_bytes: int
+    host_copied: int
+    verified: int
     spans: list[Any]  # of rl3d.reshard.spans.Span
 
 
@@ -67,7 +74,10 @@ def switch_report() -> dict[str, Any]:
     ``count``; ``seconds``: stage -> mean, min, max, where stages are ``plan`` (checks), ``move`` with its parts
     ``move/local``, ``move/stage``, ``move/copy``, ``move/wait``, ``verify``, ``cache`` (the KV cache made or freed) and
     ``total``; ``bytes``: means of ``received``, ``sent``, ``local``, ``inside`` and ``between`` (received over each link),
-    and the largest ``staging``; ``allocated`` and ``freed``: means by what it was for; ``transport``;
+    of ``gathered`` (of partitions, after the move) and ``host_copied`` (parked), and the largest ``staging``, ``arena``
+    (generation weights in memory of their own), ``alias`` (in that of the training weights) and ``host`` (parked state);
+    ``allocated`` and ``freed``: means by what it was for; ``source``: what was moved, or made whole again; ``verified``:
+    the mean number of parameters whose fingerprints were compared; ``transport``;
     ``gb_per_s``: received bytes over the seconds of ``move/copy``, which include waiting for senders of messages;
     ``link_gb_per_s``: link -> what it carries, where known; ``link_ratio``: the seconds that the links would need over
     those of ``move/copy``, ``None`` when a link's rate is not known or nothing was received.
@@ -89,8 +99,13 @@ def switch_report() -> dict[str, Any]:
             "bytes": {
                 "received": received / len(records), **{link: nbytes / len(records) for link, nbytes in by_link.items()},
                 "sent": _mean(r.bytes_sent for r in records), "local": _mean(r.bytes_local for r in records),
-                "staging": max(r.staging_bytes for r in records),
+                "gathered": _mean(r.gathered_bytes for r in records),
+                "host_copied": _mean(r.host_copied for r in records),
+                "staging": max(r.staging_bytes for r in records), "arena": max(r.arena_bytes for r in records),
+                "alias": max(r.alias_bytes for r in records), "host": max(r.host_bytes for r in records),
             },
+            "source": ", ".join(dict.fromkeys(r.source for r in records if r.source)),
+            "verified": _mean(r.verified for r in records),
             "allocated": _means([r.allocated for r in records]), "freed": _means([r.freed for r in records]),
             "transport": ", ".join(dict.fromkeys(r.transport for r in records if r.transport)),
             "gb_per_s": received / copying / 1e9 if copying else 0.0,
@@ -110,7 +125,8 @@ def print_switch_report(file: TextIO | None = None) -> None:
     if not report:
         console.print("no switch was recorded; call rl3d.utils.enable_switch_profiling() first")
     for direction, found in report.items():
-        by = f" by {found['transport']}" if found["transport"] else ""
+        by = f" of {found['source']}" if found["source"] else ""
+        by += f" by {found['transport']}" if found["transport"] else ""
         title = f"{direction}: {found['count']} switches{by}, rank {_place[0]}"
         table = Table(title=title, title_justify="left", title_style="bold")
         for heading in ("", "mean", "(min, max)"):
@@ -215,9 +231,14 @@ def _byte_lines(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     if found["gb_per_s"] and sizes["received"]:
         ratio = "" if found["link_ratio"] is None else f"{found['link_ratio']:.2f} of the rate"
         lines.append(("achieved", f"{found['gb_per_s']:.2f} GB/s", ratio))
-    for key, label in (("sent", "sent"), ("local", "copied in place"), ("staging", "staging, most")):
-        if sizes[key]:
-            lines.append((label, _size(sizes[key]), ""))
+    labels = {
+        "sent": "sent", "local": "copied in place", "gathered": "gathered from partitions", "staging": "staging, most",
+        "arena": "generation weights of their own", "alias": "generation weights that are training weights",
+        "host": "parked in host memory, most", "host_copied": "copied to the host",
+    }  # fmt: skip
+    lines += [(label, _size(sizes[key]), "") for key, label in labels.items() if sizes[key]]
+    if found["verified"]:
+        lines.append(("parameters verified", f"{found['verified']:.0f}", ""))
     for kind in ("allocated", "freed"):
         lines += [(f"{kind}: {what}", _size(nbytes), "") for what, nbytes in found[kind].items() if nbytes]
     return lines
