@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
 from rl3d.cli.arguments import UsageError, command, positive
 
 DIFFERENT = 1
+_MOST_JOBS = 4  # unless asked for more: each holds a parameter
 _CODES = (
     "Exit codes: 0 done; 1 verify found differences, or an unforeseen failure; 2 refused, nothing written; 130 interrupted."
 )
@@ -57,8 +59,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
         sub.add_argument(
             "--max-shard-size", metavar="SIZE", default="5GB", help="begin another file after this (default 5GB)"
         )
-        sub.add_argument("--jobs", type=positive, default=1, metavar="N",
-                         help="parameters in memory at a time, each read and written by a thread (default 1)")  # fmt: skip
+        sub.add_argument("--jobs", type=positive, default=min(_MOST_JOBS, len(os.sched_getaffinity(0))), metavar="N",
+                         help="parameters in memory at a time, each read and written by a thread (default: one for each "
+                         f"core, {_MOST_JOBS} at most)")  # fmt: skip
         sub.add_argument("--dry-run", action="store_true", help="prove that it can be done, say what would be written")
         sub.add_argument("--resume", action="store_true", help="take up what a killed conversion left")
         sub.add_argument("--overwrite", action="store_true", help="replace DST, once the new one is complete")

@@ -23,7 +23,9 @@ from typing import Any, BinaryIO, NamedTuple
 from rl3d.io.hf_reader import CheckpointError
 
 PLAN_FILE, JOURNAL_FILE = ".plan.json", ".journal"
-_BLOCK = 16 << 20
+_BLOCK = 256 << 10
+"""Bytes hashed and written at a time: a block is still in the core's cache when it is written. Linux puts a block of many
+megabytes into pages as large, and finding such pages took it three times as long as writing the bytes (ext4, Linux 6.18)."""
 
 Write = Callable[[Any], Any]
 """Takes the next block of bytes (anything with the buffer protocol)."""

@@ -52,7 +52,7 @@ def test_a_conversion_killed_three_times_ends_in_the_same_bytes(tmp_path: Path, 
         assert whole.wait(timeout=300) == 0
     target, kept = tmp_path / "killed", []
     for groups in (1, 3, 5):  # of 9: embedding, 6 of the layer, final norm, head
-        words = [work, str(given), str(target), "--max-shard-size", "200MB", *(["--resume"] if kept else [])]
+        words = [work, str(given), str(target), "--max-shard-size", "200MB", "--jobs", "2", *(["--resume"] if kept else [])]
         child = start(*words)
         while journaled(target) < groups and child.poll() is None:
             time.sleep(0.0005)
@@ -63,7 +63,7 @@ def test_a_conversion_killed_three_times_ends_in_the_same_bytes(tmp_path: Path, 
         assert not target.exists(), "nothing has the final name before it is complete"
         kept.append(journaled(target))
     assert kept == sorted(kept) and kept[0] >= 1
-    done = start(*words[:5], "--resume")
+    done = start(*words[:7], "--resume")
     out, err = done.communicate(timeout=300)
     assert done.returncode == 0, err
     assert hashes(target) == hashes(right)
