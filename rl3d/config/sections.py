@@ -301,8 +301,9 @@ class RolloutConfig(Section):
     )
     cache_strategy: Literal["adaptive", "full", "lightweight"] = Field(
         default="adaptive",
-        description="Key/value cache. adaptive: what a batch needs, freed for training; full: the most there can be, kept, and "
-        "with it the captured decode steps of a GPU; lightweight: a quarter of what a batch needs, freed after it, more recomputation.",
+        description="Key/value cache. adaptive: what a batch needs, freed for training; full: the most there can be, kept, "
+        "and with it the captured decode steps of a GPU; lightweight: a quarter of what a batch needs, freed after it, more "
+        "recomputation.",
     )
     seed: int | None = Field(default=None, description="Seed of the sampling noise; null: trainer.seed.")
 
