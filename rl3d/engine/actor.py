@@ -17,6 +17,7 @@ from rl3d.engine.assemble import ActorSettings, assemble, carry_out
 from rl3d.engine.batches import real_tokens
 from rl3d.engine.dtypes import dtype_of
 from rl3d.engine.gather import gather_from_replicas
+from rl3d.engine.growth import keep, restore
 from rl3d.engine.hybrid import GENERATION, TRAINING, SwitchReport
 from rl3d.engine.policy import PolicyUpdate, TrainSample
 from rl3d.engine.rollout import Remembered, RolloutOutput, boundaries, train_samples
@@ -366,8 +367,8 @@ class Actor(Saving):
         """Use another tokenizer, with more tokens perhaps. Collective, in training mode; every rank must call it.
 
         When it has more tokens than the model's vocabulary, embedding and output projection grow in every layout, and
-        reference and generation with them: new rows are the mean of the old ones. The optimiser then starts anew, from the
-        weights as the model has them. A critic or reward model must be made afterwards.
+        reference and generation with them: new rows are the mean of the old ones. The optimiser's state stays: moments of
+        new rows start at zero. A critic or reward model must be made afterwards.
 
         Raises:
             ModeError: in generation mode.
@@ -381,10 +382,12 @@ class Actor(Saving):
                 if self.settings.engine != "megatron":
                     raise ValueError(f"set_tokenizer(): engine = {self.settings.engine!r} has a model of its own, whose "
                                      f"vocabulary stays; use engine='megatron'")  # fmt: skip
-                carried = carry_out(self.parts, self.settings, size)
+                carried, kept = carry_out(self.parts, self.settings, size), keep(self.parts.train)
+                before = self.parts.arch.vocab_size
                 del self.parts, self.hybrid  # before their successors need the memory
                 free_memory()
                 self.parts = assemble(self.source.directory, self.settings, self.runtime, carried)
+                restore(self.parts.train, kept, before)
                 self.hybrid = self.parts.hybrid
             self.tokenizer, self._own_tokenizer = tokenizer, True
             self.source = with_tokenizer(self.source, tokenizer)

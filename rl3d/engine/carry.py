@@ -32,7 +32,7 @@ def training_state(engine: TrainingEngine) -> dict[str, Any]:
     """Master weights and AdamW state of this rank with what they are. Values are tensors and plain data."""
     return {
         **engine.zero.state_dict(),
-        "spans": _named_spans(engine),
+        "spans": named_spans(engine),
         "tp": [engine.groups.tp_size, engine.groups.tp_rank],
         "padded_vocab": _padded_vocab(engine),
         "model": _model(engine),
@@ -67,7 +67,7 @@ def _gather(engine: TrainingEngine, parts: Sequence[dict[str, Any]]) -> dict[str
             raise CarryError("it was written by a version of rl3d whose state can be read in its own layout only")
         if part["model"] != _model(engine):
             raise CarryError(f"it is of another model: {part['model']}; this run trains {_model(engine)}")
-    spans, masters = _named_spans(engine), engine.zero.master_partitions()
+    spans, masters = named_spans(engine), engine.zero.master_partitions()
     specs = _specs(engine, _padded_vocab(engine))
     tp = (engine.groups.tp_size, engine.groups.tp_rank)
     sources = list(_sources(engine, parts))
@@ -95,7 +95,8 @@ def _gather(engine: TrainingEngine, parts: Sequence[dict[str, Any]]) -> dict[str
     return {"master": gather("master"), "adam": adam}
 
 
-def _named_spans(engine: TrainingEngine) -> _Spans:
+def named_spans(engine: TrainingEngine) -> _Spans:
+    """What this rank's master partitions hold, by canonical name."""
     names = {id(p): name for name, p in canonical_parameters(engine.model, engine.arch, engine.groups).items()}
     return [[(names[id(s.parameter)], s.start, s.stop, s.at) for s in group] for group in engine.zero.spans()]
 
@@ -124,7 +125,7 @@ def _boxes(spec: ParamSpec, tp: Sequence[int], start: int, stop: int) -> tuple[S
 
 def _sources(engine: TrainingEngine, parts: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, list[Tensor]], dict]]:
     """For each part that has something of use: its flat tensors by key, and by parameter (index of one, boxes in it)."""
-    wanted = {name for group in _named_spans(engine) for name, *_ in group}
+    wanted = {name for group in named_spans(engine) for name, *_ in group}
     seen: set[tuple[str, int, int, int]] = set()
     for part in parts:
         specs = _specs(engine, part["padded_vocab"])

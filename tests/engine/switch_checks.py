@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rl3d import Actor, PPOConfig
+from rl3d.engine.carry import training_state
 from rl3d.engine.hybrid import SwitchReport
 from rl3d.engine.policy import TrainSample
 from rl3d.reshard.fingerprint import compare
@@ -335,6 +336,39 @@ class Tokens:
         (Path(directory) / "tokens.txt").write_text(str(self.size))
 
 
+def _optimizer(actor: Actor) -> dict[tuple[str, str], torch.Tensor]:
+    """Master weights and moments by (kind, parameter), whole in rows, put together of what all ranks say they hold."""
+    parts = _everywhere(training_state(actor.parts.train))
+    shards: dict[tuple[str, str], dict[int, dict[int, torch.Tensor]]] = {}
+    for part in parts:
+        for i, held in enumerate(part["spans"]):
+            for name, start, stop, at in held:
+                flats = {"master": part["master"][i], **{k: v for k, v in part["adam"][i].items() if v.dim()}}
+                for kind, flat in flats.items():
+                    piece = flat.reshape(-1)[at : at + stop - start]
+                    shards.setdefault((kind, name), {}).setdefault(part["tp"][1], {})[start] = piece
+    whole = {key: torch.cat([torch.cat([p for _, p in sorted(pieces.items())]) for _, pieces in sorted(slots.items())])
+             for key, slots in shards.items()}  # fmt: skip
+    return whole | {("step", str(i)): s["step"].reshape(1) for i, s in enumerate(parts[0]["adam"])}
+
+
+def _same_optimizer(old: dict[tuple[str, str], torch.Tensor], new: dict[tuple[str, str], torch.Tensor], rows: int) -> Any:
+    """How many tensors are what they were, how many of these are moments, and what is wrong."""
+    wrong = [] if old.keys() == new.keys() else ["other parameters"]
+    for (kind, name), value in new.items():
+        right = old[kind, name]
+        if value.shape != right.shape:  # a vocabulary, with padding
+            width = 64
+            value, right = value.view(-1, width), right.view(-1, width)[:rows]
+            if kind != "master" and bool(value[rows:].any()):
+                wrong.append(f"{kind} of new rows of {name}")
+            value = value[:rows]
+        if not torch.equal(value, right):
+            wrong.append(f"{kind} of {name}")
+    moving = sum(bool(value.any()) for (kind, _), value in new.items() if kind.startswith("exp_avg"))
+    return {"tensors": len(new), "moving": moving, "wrong": wrong}
+
+
 def _grown(root: Path, train: str, tied: bool) -> dict[str, Any]:
     """A vocabulary of 253 becomes one of 262: weights before and after, then an update and a rollout."""
     config = PPOConfig(batch_size=8, kl_coef=0.1, lr=1e-3)
@@ -346,7 +380,9 @@ def _grown(root: Path, train: str, tied: bool) -> dict[str, Any]:
     errors = [_outcome(lambda: actor.set_tokenizer(Tokens(262)))]
     actor.switch_to_training()
     errors.append(_outcome(lambda: actor.set_tokenizer(Tokens(262 + dist.get_rank()))))
+    old = _optimizer(actor)
     actor.set_tokenizer(Tokens(262))
+    kept = _same_optimizer(old, _optimizer(actor), 253)
     actor.save_hf(root / names[1])
     same = compare(actor.hybrid.training_fingerprints(), actor.hybrid.training_fingerprints())
     there = actor.switch_to_generation()
@@ -356,5 +392,6 @@ def _grown(root: Path, train: str, tied: bool) -> dict[str, Any]:
     actor.save_hf(root / names[2])
     out = actor.rollout(torch.tensor([[3, 4, 260]] * 4), max_new_tokens=8)
     actor.update(out.sequences, torch.arange(4.0), out.logprobs)
-    return {"names": names, "errors": errors, "same": same, "greedy": greedy.tolist(), "pad": actor.source.pad_token_id,
-            "received": _everywhere(there.bytes_received), "vocab": actor.parts.arch.vocab_size}  # fmt: skip
+    return {"names": names, "errors": errors, "same": same, "greedy": greedy.tolist(), "kept": kept,
+            "pad": actor.source.pad_token_id, "received": _everywhere(there.bytes_received),
+            "vocab": actor.parts.arch.vocab_size}  # fmt: skip

@@ -150,6 +150,8 @@ def test_a_grown_vocabulary_is_what_transformers_would_make_of_it(facts):
             for name in found["names"]
         )
         assert after.config.vocab_size == found["vocab"] == 262 and found["pad"] == 261
+        kept = found["kept"]  # of the optimiser: master weights and moments of the old rows
+        assert kept["wrong"] == [] and kept["moving"] > 20 and kept["tensors"] > 30
         assert (facts["root"] / found["names"][1] / "tokens.txt").read_text() == "262"
         old, new = before.state_dict(), after.state_dict()
         assert old.keys() == new.keys()

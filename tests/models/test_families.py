@@ -1,5 +1,6 @@
 """Every family and every kind of RoPE against transformers: logits, greedy tokens, three AdamW steps, the export."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -57,20 +58,23 @@ def references() -> dict[str, Any]:
 
 @torch.no_grad()
 def log_softmax(model: Any, tokens: list[int]) -> torch.Tensor:
-    """[T, V] in fp64 from fp32 logits."""
+    """[T, V] in fp64, from logits in the model's dtype."""
     return torch.log_softmax(model(torch.tensor([tokens])).logits[0].double(), -1)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_logit_equals_transformers(root: Any, facts: Any, references: Any, name: str) -> None:
-    right = torch.cat([log_softmax(references[name], p) for p in PROMPTS])
+    right = torch.cat([log_softmax(copy.deepcopy(references[name]).double(), p) for p in PROMPTS])
     assert right.max(-1).values.exp().mean() > 0.03, "the model is nearly uniform and would hide faults"
+    # transformers' own fp32 is up to 8e-6 away from its fp64 (olmo2), by other roundings on every kind of CPU
+    own = (torch.cat([log_softmax(references[name], p) for p in PROMPTS]) - right).abs().max()
+    assert own < 1e-5
     for tp in (1, 2, 4):
         found = torch.load(root / "out" / f"{name}-{tp}.pt")
         assert set(found) == {"auto", "megatron"}
         for body, logits in found.items():
             error = (torch.log_softmax(logits.double(), -1) - right).abs().max()
-            assert error < 1e-5, (tp, body, float(error))
+            assert error < max(1e-5, 1.5 * own), (tp, body, float(error))
         lean = tp <= references[name].config.num_key_value_heads
         assert facts[f"{name}-{tp}"]["body"] == ("LeanBody" if lean else "MegatronBody")
 
