@@ -37,8 +37,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def synthetic_config(gigabytes: float) -> dict[str, Any]:
-    """A llama of about this size in bf16 (10^9 bytes); its largest parameter is the embedding, :data:`LARGEST` bytes."""
-    layers = max(1, round((gigabytes * 1e9 / 2 - _ENDS) / _LAYER))
+    """A llama of about this size in bf16 (10^9 bytes); its largest parameter is the embedding, :data:`LARGEST` bytes.
+
+    Never fewer than the two layers that two stages want: 0.4 GB.
+    """
+    layers = max(2, round((gigabytes * 1e9 / 2 - _ENDS) / _LAYER))
     return {
         "model_type": "llama", "num_hidden_layers": layers, "hidden_size": 2048, "intermediate_size": 5632,
         "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "rms_norm_eps": 1e-5,

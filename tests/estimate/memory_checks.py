@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -178,12 +179,19 @@ def _peak(groups: ModelGroups, stage: int, dtype: str, options: dict[str, Any], 
     def loss(first: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         return -first.sum(), {}  # log-probabilities, or values
 
+    def settle() -> None:
+        """A bucket that hangs in a reference cycle, or in gloo's thread that has just reduced it, would count or not, as it
+        happens."""
+        dist.barrier()
+        time.sleep(0.02)
+        gc.collect()
+
     found: dict[str, int] = {}
     step = engine.zero.step
 
     def timed(*args: Any) -> Any:
         found["update"] = meter.peak
-        gc.collect()  # a bucket that hangs in a reference cycle would count or not, as it happens
+        settle()
         meter.reset()
         return step(*args)
 
@@ -191,7 +199,7 @@ def _peak(groups: ModelGroups, stage: int, dtype: str, options: dict[str, Any], 
     with meter:
         engine.train_step(batches, loss, 1.0)  # moments appear
         engine.train_step(batches, loss, 1.0)
-        gc.collect()
+        settle()
         found["held"] = meter.now
         meter.reset()
         engine.train_step(batches, loss, 1.0)
