@@ -34,6 +34,14 @@ def hf_llama(tied: bool = False, seed: int = 0, **changes: object):
     return model
 
 
+def hf_greedy(model, prompt: list[int], count: int) -> list[int]:
+    """The ``count`` tokens that transformers finds most probable after ``prompt``; nothing ends them early."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None,
+                         pad_token_id=0)  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
 def pair_tokenizer(size: int = TINY["vocab_size"]):
     """A tokenizer of single letters and of pairs of them, so that texts lie across tokens; its first token is padding."""
     from tokenizers import Tokenizer, decoders, models

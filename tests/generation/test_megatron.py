@@ -10,6 +10,7 @@ import torch
 from rl3d.generation.engine import Request, SamplingParams
 from tests.generation.models import VOCAB, Job, save_model
 from tests.ranks import run_ranks
+from tests.reference import hf_greedy
 
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tied": True}, "untied": {"tied": False}, "few_kv_heads": {"tied": False, "kv_heads": 2},
@@ -85,15 +86,6 @@ def references(models: dict[str, Path]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     return {name: AutoModelForCausalLM.from_pretrained(path).eval() for name, path in models.items()}
-
-
-def hf_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None,
-        pad_token_id=0,
-    )  # fmt: skip
-    return out[0, len(prompt) :].tolist()
 
 
 def hf_logprobs(model: Any, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from tests.generation.models import save_model
 from tests.generation.vllm_checks import CASES, NEW_TOKENS
 from tests.ranks import run_ranks
+from tests.reference import hf_greedy
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make vllm` installs it for a CPU")
 COLUMNS = 48
@@ -39,12 +40,7 @@ def test_outputs_are_those_of_the_new_weights(case: tuple[Path, Any]) -> None:
         place = directory if index == 0 else directory.with_name(f"{directory.name}-{index}")
         model = AutoModelForCausalLM.from_pretrained(place).eval()
         for prompt, response in rows(found["greedy/vllm"][0]):
-            ids = torch.tensor([prompt])
-            expected = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
-                pad_token_id=0,
-            )  # fmt: skip
-            assert response == expected[0, len(prompt) :].tolist()
+            assert response == hf_greedy(model, prompt, NEW_TOKENS)
         for name, temperature in (("plain", 1.0), ("cool", 0.7)):
             sequences, logprobs = found[f"{name}/vllm"]
             for (prompt, response), given in zip(rows(sequences), logprobs, strict=True):

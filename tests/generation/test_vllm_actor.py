@@ -14,6 +14,7 @@ from tests.generation.test_vllm import rows
 from tests.generation.vllm_actor_checks import CASES
 from tests.generation.vllm_checks import NEW_TOKENS
 from tests.ranks import DEVICE, run_ranks
+from tests.reference import hf_greedy
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make vllm` installs it for a CPU")
 
@@ -40,12 +41,7 @@ def test_generates_with_the_weights_of_the_last_update(facts: tuple[str, Any]) -
     for found in facts[1]["rounds"]:
         model = AutoModelForCausalLM.from_pretrained(found["weights"]).eval()
         for prompt, response in rows(found["greedy"]):
-            ids = torch.tensor([prompt])
-            expected = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
-                pad_token_id=0,
-            )  # fmt: skip
-            assert response == expected[0, len(prompt) :].tolist()
+            assert response == hf_greedy(model, prompt, NEW_TOKENS)
         for (prompt, response), given in zip(rows(found["sampled"]), found["logprobs"], strict=True):
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / 0.7

@@ -11,7 +11,7 @@ import torch
 from tests.engine.table import run_cases
 from tests.gpus.checks import NEW, PROMPTS
 from tests.ranks import DEVICE, run_ranks
-from tests.reference import hf_llama
+from tests.reference import hf_greedy, hf_llama
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,10 +65,7 @@ def test_greedy_equals_transformers_on_each_version_of_the_weights(found):
         for trip, tokens in enumerate(row["tokens"]):
             model = AutoModelForCausalLM.from_pretrained(root / f"{train}-{gen}-{trip}", dtype=torch.float32).eval()
             for prompt, answer in zip(PROMPTS, tokens, strict=True):
-                ids = torch.tensor([prompt])
-                right = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False,
-                                       eos_token_id=None, pad_token_id=0)  # fmt: skip
-                assert answer == right[0, len(prompt) :].tolist(), (train, gen, options, trip)
+                assert answer == hf_greedy(model, prompt, NEW), (train, gen, options, trip)
             distinct.add(str(tokens))
         assert len(distinct) == 3, "updates change what is generated"
 
