@@ -11,16 +11,18 @@ Entry ``n`` lives in these keys, of which the last rank to join entry ``n + 1`` 
     at/r the entry that rank r joined last (kept)
 """
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rl3d.distributed.rollcall import LostRankError, RollCall
 
@@ -43,6 +45,18 @@ class _Carried:
     operation: str
     result: Any = None
     error: BaseException | None = None
+
+
+@contextlib.contextmanager
+def _store_needed(operation: str) -> Iterator[None]:
+    """Say what the loss of the store means, in place of c10d's words for a closed connection."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise ControlError(
+            f"{operation} broke off: the job's store has gone, with the process that keeps it (rank 0, or the launcher). "
+            f"{error}"
+        ) from error
 
 
 class ControlChannel:
@@ -144,7 +158,8 @@ class ControlChannel:
     def _take_part(self, store: Any, operation: str, function: Callable[[], Any], joinable: bool) -> Any:
         sequence = self._position
         try:
-            last = self._join(store, sequence, operation, joinable)
+            with _store_needed(operation):
+                last = self._join(store, sequence, operation, joinable)
             if not joinable:
                 return self._inside(function)
             try:
@@ -153,11 +168,13 @@ class ControlChannel:
                 raise ControlError(self._decide_lost(store, sequence, operation, error)) from error
             except BaseException as error:
                 message = f"{operation} failed on rank {self.rank}: {type(error).__name__}: {error}"
-                self._decide(store, "end", sequence, message)
+                with contextlib.suppress(dist.DistError):  # this rank's own error says more than a lost store
+                    self._decide(store, "end", sequence, message)
                 raise
-            self._finish(store, sequence, operation)
-            if last:
-                self._clear(store, sequence - 1)
+            with _store_needed(operation):
+                self._finish(store, sequence, operation)
+                if last:
+                    self._clear(store, sequence - 1)
             return result
         finally:
             self._position = sequence + 1
@@ -218,7 +235,10 @@ class ControlChannel:
         text = f"{operation} broke off: rank(s) {gone} no longer answer. {error}"
         if not gone:
             text = f"{operation} broke off, though every rank still answers. {error}"
-        return self._decide(store, "end", sequence, text)
+        try:
+            return self._decide(store, "end", sequence, text)
+        except dist.DistError:  # whoever keeps the store found out first, and ended
+            return text
 
     def _handler(self, operation: str) -> Callable[[], Any]:
         """What stands behind an announced operation: its name, and its arguments as JSON, if any."""

@@ -17,7 +17,8 @@ def main(mode: str, device: str = "cpu") -> None:
     with failures.guard(runtime):
         total = torch.ones(1, device=runtime.device)
         dist.all_reduce(total)
-        print(f"rank {runtime.rank}/{runtime.world_size} local {runtime.local_rank} nodes {runtime.nodes} ok", flush=True)
+        line = f"rank {runtime.rank}/{runtime.world_size} local {runtime.local_rank} nodes {runtime.nodes} ok\n"
+        os.write(sys.stdout.fileno(), line.encode())  # in one piece: an unbuffered print writes its line's end by itself
         if mode == "raise" and runtime.rank == 1:
             raise ValueError("deliberate")
         if mode == "rank0" and runtime.rank == 0:
