@@ -240,7 +240,7 @@ def _sampling_seconds(args: argparse.Namespace, generator: Any, batch: int) -> f
     def draw() -> None:
         generator.sampler.draw(logits, sampling, positions)
 
-    if generator.runner is not None and generator.runner.graphs and not sampling.filtered:
+    if generator.runner is not None and generator.runner.graphs:
         graph = torch.cuda.CUDAGraph()  # as the step has it
         with torch.cuda.graph(graph):
             draw()

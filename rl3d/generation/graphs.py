@@ -103,7 +103,6 @@ class DecodeRunner:
         self.rows = 0
         self._sampling: SamplingBatch | None = None
         self._captured: dict[tuple[int, int, str], Any] = {}
-        self._logits: dict[tuple[int, int, str], torch.Tensor] = {}
         self._epoch: int | None = None
         self._pool: Any = None
         self._turn = 0
@@ -124,7 +123,6 @@ class DecodeRunner:
         for graph in self._captured.values():
             graph.reset()
         self._captured.clear()
-        self._logits.clear()
         self._pool = None
 
     def load(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, sampling: SamplingBatch) -> None:
@@ -149,8 +147,8 @@ class DecodeRunner:
         assert self._sampling is not None, "load() comes first"
         if self.table is not self._source:
             self.table[: self._source.shape[0]].copy_(self._source)
-        kind = _kind(self._sampling)
-        key = (row_bucket(self.rows), column_bucket(longest, self.cache.page_size, self.table.shape[1]), kind)
+        columns = column_bucket(longest, self.cache.page_size, self.table.shape[1])
+        key = (row_bucket(self.rows), columns, _kind(self._sampling))
         if self._epoch != self.cache.epoch:
             self.forget()
             self._epoch = self.cache.epoch
@@ -158,12 +156,8 @@ class DecodeRunner:
             self._capture(key)
         if self.graphs:
             self._captured[key].replay()
-            logits = self._logits.get(key)
         else:
-            logits = self._compute(key)
-        if kind == "filtered":
-            assert logits is not None
-            self._draw(logits, kind)
+            self._compute(key)
         self._turn ^= 1
         packed = self.buffers.host[self._turn][:, : self.rows]
         packed.copy_(self.buffers.packed[:, : self.rows], non_blocking=True)
@@ -173,23 +167,20 @@ class DecodeRunner:
             event.record()
         return PendingDraw(packed, event)
 
-    def _compute(self, key: tuple[int, int, str]) -> torch.Tensor | None:
-        """The step on the static buffers; logits where drawing cannot be captured."""
+    def _compute(self, key: tuple[int, int, str]) -> None:
+        """The step on the static buffers."""
         rows, columns, kind = key
         buffers = self.buffers
         logits = self.body.forward(buffers.tokens[:rows], buffers.positions[:rows], self.table[:rows, :columns])
-        if kind == "filtered":
-            return logits
         self._draw(logits, kind)
-        return None
 
     def _draw(self, logits: torch.Tensor, kind: str) -> None:
         buffers, rows = self.buffers, len(logits)
         positions = buffers.positions[:rows]
         sampling = SamplingBatch(
             buffers.keys[:rows], buffers.temperature[:rows], buffers.top_p[:rows], buffers.top_k[:rows],
-            buffers.min_p[:rows], filtered=kind == "filtered", greedy=kind == "greedy",
-            tempered=kind in ("filtered", "tempered"),
+            buffers.min_p[:rows], ranked="top-k" in kind, nucleus="top-p" in kind, filtered="filtered" in kind,
+            greedy=kind == "greedy", tempered=kind not in ("greedy", "plain"),
         )  # fmt: skip
         positions += positions >= 0
         self.sampler.draw(logits, sampling, positions, out=(buffers.tokens[:rows], buffers.packed[:, :rows]))
@@ -208,7 +199,7 @@ class DecodeRunner:
         # other threads (the control channel's listener, NCCL's watchdog) may use CUDA meanwhile
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                logits = self._compute(key)
+                self._compute(key)
         except RuntimeError as error:
             if self.body.group is None:
                 raise
@@ -218,8 +209,6 @@ class DecodeRunner:
             return
         self._pool = graph.pool()
         self._captured[key] = graph
-        if logits is not None:
-            self._logits[key] = logits
 
 
 def _forget(runner: DecodeRunner | None) -> None:
@@ -234,6 +223,8 @@ def _can_capture(table: torch.Tensor, group: Any) -> bool:
 
 def _kind(sampling: SamplingBatch) -> str:
     """What a graph has to know about sampling when it is captured."""
-    if sampling.filtered or sampling.greedy:
-        return "filtered" if sampling.filtered else "greedy"
+    if sampling.filtered:
+        return "filtered" + ", top-k" * sampling.ranked + ", top-p" * sampling.nucleus
+    if sampling.greedy:
+        return "greedy"
     return "tempered" if sampling.tempered else "plain"

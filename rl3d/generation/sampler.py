@@ -17,6 +17,7 @@ from rl3d.generation.noise import HASH, log_exponentials, vocabulary_keys
 from rl3d.generation.transfer import to_device
 from rl3d.kernels.backend import use_triton
 from rl3d.kernels.sample import BLOCK, draw_partials, join_partials
+from rl3d.kernels.threshold import Shard, filter_edges
 
 _NEG_INF = float("-inf")
 
@@ -26,8 +27,9 @@ class SamplingBatch:
     """Sampling parameters of the rows of a batch, tensors [B] on the logits' device.
 
     ``keys`` (int64) are the sequences' noise keys; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 mean no filter; temperature
-    0 is greedy. ``filtered`` and ``greedy`` say whether any row filters and whether all rows are greedy, ``tempered``
-    whether any has a temperature other than 0 and 1, so that the common cases cost nothing.
+    0 is greedy. ``ranked`` and ``nucleus`` say whether any row that is not greedy has a top-k and a top-p, ``filtered``
+    whether any has a filter; ``greedy`` whether all rows are greedy, ``tempered`` whether any has a temperature other than 0
+    and 1: so that the common cases cost nothing.
     """
 
     keys: torch.Tensor
@@ -35,6 +37,8 @@ class SamplingBatch:
     top_p: torch.Tensor
     top_k: torch.Tensor
     min_p: torch.Tensor
+    ranked: bool
+    nucleus: bool
     filtered: bool
     greedy: bool
     tempered: bool
@@ -43,16 +47,18 @@ class SamplingBatch:
     def build(cls, keys: list[int], temperature: list[float], top_p: list[float], top_k: list[int],
               device: torch.device, min_p: list[float] | None = None) -> "SamplingBatch":  # fmt: skip
         min_p = [0.0] * len(keys) if min_p is None else min_p
-        rows = zip(temperature, top_p, top_k, min_p, strict=True)
-        filtered = any(t > 0 and (p < 1 or k > 0 or m > 0) for t, p, k, m in rows)
+        drawn = [row for row in zip(temperature, top_p, top_k, min_p, strict=True) if row[0] > 0]
+        ranked, nucleus = any(k > 0 for _, _, k, _ in drawn), any(p < 1 for _, p, _, _ in drawn)
         return cls(
             keys=to_device(keys, torch.int64, device),
             temperature=to_device(temperature, torch.float32, device),
             top_p=to_device(top_p, torch.float32, device),
             top_k=to_device(top_k, torch.int64, device),
             min_p=to_device(min_p, torch.float32, device),
-            filtered=filtered,
-            greedy=not any(t > 0 for t in temperature),
+            ranked=ranked,
+            nucleus=nucleus,
+            filtered=ranked or nucleus or any(m > 0 for _, _, _, m in drawn),
+            greedy=not drawn,
             tempered=any(t not in (0, 1) for t in temperature),
         )
 
@@ -93,7 +99,8 @@ class Sampler:
         tp_group: the ranks that share the vocabulary, or ``None`` for one rank.
 
     Attributes:
-        fused: draw without filters in one pass where Triton runs; off, torch's operations give the same tokens.
+        fused: draw in kernels where Triton runs, which nothing makes wait for the host; off, torch's operations give the
+            same tokens.
     """
 
     def __init__(self, vocab_size: int, padded_vocab: int, tp_group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -118,13 +125,13 @@ class Sampler:
 
         ``out``: int64 [B] and fp64 [5, B] that shall hold the tokens and what :meth:`Draw.packed` gives.
         """
-        if out is not None and not (self.fused and not batch.filtered and use_triton(logits_BV)):
+        if self.fused and use_triton(logits_BV):
+            return self._draw_fused(logits_BV, batch, positions_B, out)
+        if out is not None:
             draw = self.draw(logits_BV, batch, positions_B)
             out[0].copy_(draw.tokens)
             out[1].copy_(draw.packed())
             return draw
-        if self.fused and not batch.filtered and use_triton(logits_BV):
-            return _joined(self._gather(self._fused_partials(logits_BV, batch, positions_B)), batch, out)
         local = logits_BV[:, : self.valid]
         scaled = plain = local.float()
         if not batch.greedy:
@@ -142,15 +149,28 @@ class Sampler:
             parts = torch.cat([parts, _filtered_partials(scaled, perturbed, widest, self.start)], 1)
         return _combine(self._gather(parts[:, None]), batch, tight)  # [B, tp, n], ranks in rising order of vocabulary
 
-    def _fused_partials(self, logits_BV: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor) -> torch.Tensor:
-        """:func:`_partials` of each block of the shard, fp64 [B, blocks, 5 or 7], as many blocks on every rank."""
+    def _draw_fused(self, logits_BV: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor,
+                    out: tuple[torch.Tensor, torch.Tensor] | None) -> Draw:  # fmt: skip
+        edges = None
+        if batch.filtered:
+            shard = Shard(logits_BV, self.valid, self.vocab_size, batch.temperature, self._gather)
+            edges = filter_edges(shard, batch.top_k, batch.top_p, batch.min_p, MARGIN, ranked=batch.ranked,
+                                 nucleus=batch.nucleus)  # fmt: skip
+        return _joined(self._gather(self._fused_partials(logits_BV, batch, positions_B, edges)), batch, out, edges)
+
+    def _fused_partials(self, logits_BV: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor,
+                        edges: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+        """Partials of each block of the shard, fp64 [B, blocks, 5 to 10], as many blocks on every rank."""
         blocks = -(-logits_BV.shape[1] // BLOCK)
         parts = draw_partials(logits_BV, self.valid, self.start, batch.keys, positions_B, self.shard_keys_V,
-                              batch.temperature, HASH, greedy=batch.greedy, plain=batch.tempered)  # fmt: skip
+                              batch.temperature, HASH, greedy=batch.greedy, plain=batch.tempered,
+                              edges_B3=edges)  # fmt: skip
         missing = blocks - parts.shape[1]  # of padding only
         if missing:
             nothing = torch.full((len(parts), missing, parts.shape[2]), _NEG_INF, dtype=parts.dtype, device=parts.device)
             nothing[:, :, 2] = self.start
+            if edges is not None:
+                nothing[:, :, -1] = self.start
             parts = torch.cat([parts, nothing], 1)
         return parts
 
@@ -198,13 +218,14 @@ def _filtered_partials(scaled: torch.Tensor, perturbed: torch.Tensor, widest: to
     return torch.stack([left.double(), best.double(), (index + start).double()], 1)
 
 
-def _joined(parts: torch.Tensor, batch: SamplingBatch, out: tuple[torch.Tensor, torch.Tensor] | None = None) -> Draw:
-    """:func:`_combine` without filters, as one kernel. Everything but the tokens is a view of one tensor."""
+def _joined(parts: torch.Tensor, batch: SamplingBatch, out: tuple[torch.Tensor, torch.Tensor] | None = None,
+            edges: torch.Tensor | None = None) -> Draw:  # fmt: skip
+    """:func:`_combine` as one kernel. Everything but the tokens is a view of one tensor."""
     if out is None:
         out = (torch.empty(len(parts), dtype=torch.int64, device=parts.device),
                torch.empty(5, len(parts), dtype=torch.float64, device=parts.device))  # fmt: skip
     tokens, packed = out
-    join_partials(parts, batch.temperature, MARGIN, tokens, packed)
+    join_partials(parts, batch.temperature, MARGIN, tokens, packed, edges)
     return Draw(tokens, packed[2], packed[1], packed[3], packed[4], packed)
 
 

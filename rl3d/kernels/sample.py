@@ -1,5 +1,6 @@
 """What a draw needs of each block of the vocabulary, in one pass over the logits: temperature, Gumbel noise from the
-stateless hash, the two best perturbed logits and the log partition function; and a small kernel that joins the blocks.
+stateless hash, the two best perturbed logits that a filter leaves and the log partition function; and a small kernel that
+joins the blocks.
 
 The hash is :func:`rl3d.generation.noise.log_exponentials`, integer for integer, and so are the roundings to fp32 up to the
 perturbed logits: a draw is the one that torch's operations give.
@@ -16,9 +17,9 @@ BLOCK = 4096
 
 
 @jit
-def _partials(logits_ptr, keys_ptr, positions_ptr, vocabulary_ptr, temperature_ptr, out_ptr, width, valid, start, blocks,
-              POSITION: constexpr, MUL1: constexpr, MUL2: constexpr, GREEDY: constexpr, PLAIN: constexpr, COLUMNS: constexpr,
-              INTERPRETED: constexpr, BLOCK: constexpr):  # fmt: skip
+def _partials(logits_ptr, keys_ptr, positions_ptr, vocabulary_ptr, temperature_ptr, edges_ptr, out_ptr, width, valid, start,
+              blocks, POSITION: constexpr, MUL1: constexpr, MUL2: constexpr, GREEDY: constexpr, PLAIN: constexpr,
+              FILTERED: constexpr, COLUMNS: constexpr, INTERPRETED: constexpr, BLOCK: constexpr):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < valid
@@ -48,13 +49,23 @@ def _partials(logits_ptr, keys_ptr, positions_ptr, vocabulary_ptr, temperature_p
             noise = libdevice.log(-libdevice.log1p(-uniform))
         perturbed = scaled - tl.where(temperature > 0, noise, 0.0)
         perturbed = tl.where(inside, perturbed, -float("inf"))
+    top = tl.maximum(tl.max(scaled, axis=0), -3e38)
+    at = out_ptr + (row * blocks + block) * COLUMNS
+    if FILTERED:
+        exact, loose = tl.load(edges_ptr + row * 3 + 1), tl.load(edges_ptr + row * 3 + 2)
+        perturbed = tl.where(scaled >= loose, perturbed, -float("inf"))
+        widest = tl.max(perturbed, axis=0)
+        first = tl.minimum(tl.min(tl.where(perturbed == widest, column, 2147483647), axis=0), valid - 1)
+        left = tl.sum(tl.where(inside & (scaled >= exact), tl.exp(scaled - top), 0.0), axis=0)
+        tl.store(at + COLUMNS - 3, (top + tl.log(left)).to(tl.float64))
+        tl.store(at + COLUMNS - 2, widest.to(tl.float64))
+        tl.store(at + COLUMNS - 1, (first + start).to(tl.float64))
+        perturbed = tl.where(scaled >= exact, perturbed, -float("inf"))
     best = tl.max(perturbed, axis=0)
     first = tl.min(tl.where(perturbed == best, column, 2147483647), axis=0)  # of equals the lowest
     first = tl.minimum(first, valid - 1)  # nothing equals the best when all are NaN
     second = tl.max(tl.where(column == first, -float("inf"), perturbed), axis=0)
-    top = tl.maximum(tl.max(scaled, axis=0), -3e38)
     lse = top + tl.log(tl.sum(tl.where(inside, tl.exp(scaled - top), 0.0), axis=0))
-    at = out_ptr + (row * blocks + block) * COLUMNS
     tl.store(at, lse.to(tl.float64))
     tl.store(at + 1, best.to(tl.float64))
     tl.store(at + 2, (first + start).to(tl.float64))
@@ -68,11 +79,15 @@ def _partials(logits_ptr, keys_ptr, positions_ptr, vocabulary_ptr, temperature_p
 
 
 def draw_partials(logits_BV: Tensor, valid: int, start: int, keys_B: Tensor, positions_B: Tensor, vocabulary_V: Tensor,
-                  temperature_B: Tensor, multipliers: tuple[int, int, int], *, greedy: bool,
-                  plain: bool) -> Tensor:  # fmt: skip
-    """fp64 [B, N, 5 or 7], blocks rising with the vocabulary; in each the log of the sum of exp(logit / temperature), the
+                  temperature_B: Tensor, multipliers: tuple[int, int, int], *, greedy: bool, plain: bool,
+                  edges_B3: Tensor | None = None) -> Tensor:  # fmt: skip
+    """fp64 [B, N, 5 to 10], blocks rising with the vocabulary; in each the log of the sum of exp(logit / temperature), the
     best perturbed logit, its global id, the second best, and the best's logit / temperature; with ``plain`` also the first
     and the last of these at temperature 1. Ties go to the lowest id. Only for Triton.
+
+    With filters (``edges_B3``, of :func:`rl3d.kernels.threshold.filter_edges`) the best ones are of what the filter leaves,
+    and three columns more say: the log of the sum over what it leaves, the best perturbed logit that the looser filter
+    leaves, and its global id.
 
     Args:
         logits_BV: fp32 or a 16-bit dtype, rows contiguous; columns from ``valid`` on are padding.
@@ -83,13 +98,14 @@ def draw_partials(logits_BV: Tensor, valid: int, start: int, keys_B: Tensor, pos
         greedy: no row gets noise, whatever its temperature.
     """
     rows = len(logits_BV)
-    blocks, columns = -(-valid // BLOCK), 7 if plain else 5
+    blocks, columns = -(-valid // BLOCK), (7 if plain else 5) + (0 if edges_B3 is None else 3)
     out = torch.empty(rows, blocks, columns, dtype=torch.float64, device=logits_BV.device)
     if rows and blocks:
         _partials[(rows, blocks)](
-            logits_BV, keys_B, positions_B, vocabulary_V, temperature_B, out, logits_BV.stride(0), valid, start, blocks,
-            POSITION=multipliers[0], MUL1=multipliers[1], MUL2=multipliers[2], GREEDY=greedy, PLAIN=plain,
-            COLUMNS=columns, INTERPRETED=interpreted(), BLOCK=BLOCK, num_warps=8,
+            logits_BV, keys_B, positions_B, vocabulary_V, temperature_B, temperature_B if edges_B3 is None else edges_B3,
+            out, logits_BV.stride(0), valid, start, blocks, POSITION=multipliers[0], MUL1=multipliers[1],
+            MUL2=multipliers[2], GREEDY=greedy, PLAIN=plain, FILTERED=edges_B3 is not None, COLUMNS=columns,
+            INTERPRETED=interpreted(), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return out
 
@@ -101,8 +117,8 @@ def _log_sum_exp(values):
 
 
 @jit
-def _join(parts_ptr, temperature_ptr, tokens_ptr, packed_ptr, stride, blocks, margin, PLAIN: constexpr, COLUMNS: constexpr,
-          WIDTH: constexpr):  # fmt: skip
+def _join(parts_ptr, temperature_ptr, edges_ptr, tokens_ptr, packed_ptr, stride, blocks, margin, PLAIN: constexpr,
+          FILTERED: constexpr, COLUMNS: constexpr, WIDTH: constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, WIDTH)
     inside = block < blocks
@@ -118,9 +134,19 @@ def _join(parts_ptr, temperature_ptr, tokens_ptr, packed_ptr, stride, blocks, ma
     won = block == winner
     rival = tl.max(tl.maximum(tl.where(won, -float("inf"), best), tl.where(won, second, -float("inf"))), axis=0)
     token = tl.sum(tl.where(won, ids, 0.0), axis=0)
-    logprob = tl.sum(tl.where(won, logit, 0.0), axis=0) - _log_sum_exp(lse)
-    logprob = logprob.to(tl.float32).to(tl.float64)
+    chosen = tl.sum(tl.where(won, logit, 0.0), axis=0)
+    logprob = (chosen - _log_sum_exp(lse)).to(tl.float32).to(tl.float64)
     plain = logprob
+    sampled = logprob
+    close = top - rival < margin
+    if FILTERED:
+        # moving the filter's edge by the margin changes the draw: outwards another would win, inwards this one is out
+        left = tl.load(at + COLUMNS - 3, mask=inside, other=-float("inf"))
+        wide = tl.load(at + COLUMNS - 2, mask=inside, other=-float("inf"))
+        sampled = (chosen - _log_sum_exp(left)).to(tl.float32).to(tl.float64)
+        found = tl.minimum(tl.min(tl.where(inside & (wide == tl.max(wide, axis=0)), block, 2147483647), axis=0), blocks - 1)
+        other = tl.sum(tl.where(block == found, tl.load(at + COLUMNS - 1, mask=inside, other=0.0), 0.0), axis=0)
+        close = close | (other != token) | (chosen < tl.load(edges_ptr + row * 3).to(tl.float64))
     if PLAIN:
         lse = tl.load(at + 5, mask=inside, other=-float("inf"))
         logit = tl.load(at + 6, mask=inside, other=0.0)
@@ -128,21 +154,24 @@ def _join(parts_ptr, temperature_ptr, tokens_ptr, packed_ptr, stride, blocks, ma
         plain = plain.to(tl.float32).to(tl.float64)
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(packed_ptr + row, token)
-    tl.store(packed_ptr + stride + row, tl.where(top - rival < margin, 1.0, 0.0).to(tl.float64))
+    tl.store(packed_ptr + stride + row, tl.where(close, 1.0, 0.0).to(tl.float64))
     tl.store(packed_ptr + 2 * stride + row, logprob)
-    tl.store(packed_ptr + 3 * stride + row, tl.where(tl.load(temperature_ptr + row) > 0, logprob, 0.0))
+    tl.store(packed_ptr + 3 * stride + row, tl.where(tl.load(temperature_ptr + row) > 0, sampled, 0.0))
     tl.store(packed_ptr + 4 * stride + row, plain)
 
 
-def join_partials(parts_BN: Tensor, temperature_B: Tensor, margin: float, tokens_B: Tensor, packed: Tensor) -> None:
-    """Write ``tokens_B`` (int64) and ``packed`` (fp64 [5, B], rows contiguous): token, whether a rival came within
-    ``margin``, log-probability under the tempered distribution, the same or 0 where greedy, and at temperature 1.
+def join_partials(parts_BN: Tensor, temperature_B: Tensor, margin: float, tokens_B: Tensor, packed: Tensor,
+                  edges_B3: Tensor | None = None) -> None:  # fmt: skip
+    """Write ``tokens_B`` (int64) and ``packed`` (fp64 [5, B], rows contiguous): token, whether a rival or a filter's edge
+    came within ``margin``, log-probability under the tempered distribution, that under what the filters left (0 where
+    greedy), and at temperature 1.
 
-    ``parts_BN``: :func:`draw_partials` of all shards, [B, N, 5 or 7]. Only for Triton.
+    ``parts_BN``: :func:`draw_partials` of all shards, [B, N, 5 to 10], with the same ``edges_B3``. Only for Triton.
     """
     rows, blocks, columns = parts_BN.shape
     if rows:
         _join[(rows,)](
-            parts_BN.contiguous(), temperature_B, tokens_B, packed, packed.stride(0), blocks, margin, PLAIN=columns == 7,
-            COLUMNS=columns, WIDTH=block_of(blocks), num_warps=1 if blocks <= 128 else 4,
+            parts_BN.contiguous(), temperature_B, temperature_B if edges_B3 is None else edges_B3, tokens_B, packed,
+            packed.stride(0), blocks, margin, PLAIN=columns in (7, 10), FILTERED=edges_B3 is not None, COLUMNS=columns,
+            WIDTH=block_of(blocks), num_warps=1 if blocks <= 128 else 4,
         )  # fmt: skip

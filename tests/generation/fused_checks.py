@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from rl3d.generation.filters import MARGIN
 from rl3d.generation.noise import sequence_key
 from rl3d.generation.sampler import Sampler, SamplingBatch, _combine, _joined
+from rl3d.kernels.threshold import Shard, filter_edges
+from tests.generation.shards import Shards
 
 VOCAB = 9001  # three blocks, the last one nearly empty
 
@@ -46,6 +49,63 @@ def sampler(device: torch.device) -> dict[str, Any]:
     broken = Sampler(VOCAB, VOCAB, None, device).draw(logits, batch, positions)
     assert broken.logprobs[2].isnan() and int(broken.tokens[2]) < VOCAB, "a row that is no number says so"
     return {"draws": draws, "different": differ, "logprob": worst}
+
+
+def filters(device: torch.device) -> dict[str, Any]:
+    """Filtered draws of both paths, whole and in three shards of which the last is padding; and the edges that the kernels
+    find against a sort in fp64, at the size of a real vocabulary on a GPU."""
+    g = torch.Generator().manual_seed(9)
+    cases = [(0.7, 1.0, 30, 0.0), (1.0, 0.99, 0, 0.0), (1.5, 0.9, 100, 0.0), (1.0, 0.3, 0, 0.02), (0.0, 0.5, 3, 0.0),
+             (1.0, 1.0, 0, 0.0), (1.0, 1e-6, 0, 0.0), (1.2, 0.97, 256, 0.0), (1.0, 1.0, 1, 0.0), (2.0, 0.99, 0, 0.01),
+             (1.0, 0.999999, 0, 0.0), (0.5, 1.0, 0, 0.2)]  # fmt: skip
+    vocab, rows = 257, 2 * len(cases)
+    logits = torch.randn(rows, vocab, generator=g) * 2
+    logits[7:9] = logits[7:9].round()  # many ties
+    logits[9, 5:] = float("-inf")
+    logits[13], logits[2] = 0.0, logits[2] * 1e-4 + 3.0  # flat
+    logits[15, 200] = 30.0
+    columns = [list(c) for c in zip(*(cases * 2), strict=True)]
+    positions = torch.arange(rows, device=device)
+    keys = [sequence_key(0, 0, 0, i) for i in range(rows)]
+    differ, worst, draws = 0, 0.0, 0
+    for index in (list(range(rows)), [1, 3, 5, 6, 9, 10], [0, 8, 12, 20], [5, 11, 17, 23]):
+        batch = SamplingBatch.build([keys[i] for i in index], *([c[i] for i in index] for c in columns[:3]), device,
+                                    [columns[3][i] for i in index])  # fmt: skip
+        wide = torch.nn.functional.pad(logits[index], (0, 400 * 3 - vocab), value=50.0).to(device)
+        whole = Sampler(vocab, wide.shape[1], None, device)
+        fused = whole.draw(wide, batch, positions[: len(index)])
+        whole.fused = False
+        plain = whole.draw(wide, batch, positions[: len(index)])
+        for found in (fused, *Shards(3).draw(wide, vocab, batch, positions[: len(index)])):
+            differ += int((found.tokens != plain.tokens).sum() + (found.close != plain.close).sum())
+            for name in ("logprobs", "sampled", "plain"):
+                worst = max(worst, float((getattr(found, name) - getattr(plain, name)).abs().max()))
+            draws += len(index)
+    return {"draws": draws, "different": differ, "logprob": worst, "edges": _edges(device, g)}
+
+
+def _edges(device: torch.device, g: torch.Generator) -> float:
+    """Largest probability that an edge of the kernels keeps and a sort in fp64 does not, or the other way round."""
+    vocab = 151_936 if device.type == "cuda" else 9001
+    logits = torch.stack([torch.randn(vocab, generator=g) * scale for scale in (2.0, 0.3, 4.0)]).to(device)
+    ones = torch.ones(len(logits), device=device)
+    worst = 0.0
+    for temperature, top_p, top_k in ((1.0, 0.95, 0), (0.7, 0.9, 900), (1.0, 1.0, 50)):
+        shard = Shard(logits, vocab, vocab, ones * temperature, lambda x: x)
+        found = filter_edges(
+            shard, (ones * top_k).long(), ones * top_p, ones * 0, MARGIN, ranked=top_k > 0, nucleus=top_p < 1
+        )
+        for row, edge in zip((logits / temperature), found[:, 1], strict=True):
+            ranked = row.double().sort(descending=True).values
+            share = torch.softmax(ranked, 0)
+            if top_k:
+                share[top_k:] = 0
+            before = share.cumsum(0) / share.sum() - share / share.sum()
+            kept = int(((before < top_p) & (share > 0)).sum())
+            right, ours = ranked[kept - 1], edge.double()
+            between = (ranked >= torch.minimum(right, ours)) & (ranked < torch.maximum(right, ours))
+            worst = max(worst, float((torch.softmax(ranked, 0) * between).sum()))
+    return worst
 
 
 def _two_shards(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -86,7 +146,8 @@ def steps(device: torch.device) -> dict[str, Any]:
     g = torch.Generator().manual_seed(1)
     requests = [
         Request(torch.randint(3, 250, (3 + 29 * i,), generator=g).tolist(),
-                SamplingParams(40 + i, temperature=(0.0, 1.0, 0.8)[i % 3], top_p=0.9 if i == 5 else 1.0), key=(0, i, 0))
+                SamplingParams(40 + i, temperature=(0.0, 1.0, 0.8)[i % 3], top_p=0.9 if i == 5 else 1.0,
+                               top_k=20 if i == 8 else 0), key=(0, i, 0))
         for i in range(11)
     ]  # fmt: skip
     answers: dict[str, Any] = {}
@@ -120,7 +181,7 @@ def steps(device: torch.device) -> dict[str, Any]:
 
 if __name__ == "__main__":
     chosen = torch.device(sys.argv[1])
-    report = {"sampler": sampler(chosen)}
+    report = {"sampler": sampler(chosen), "filters": filters(chosen)}
     if chosen.type == "cuda":
         report["steps"] = steps(chosen)
     print(json.dumps(report))

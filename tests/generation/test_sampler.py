@@ -1,7 +1,5 @@
 """The sampler against exact distributions, Hugging Face's filters and hand-computed values."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper
 
 from rl3d.generation.noise import sequence_key
 from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
+from tests.generation.shards import Shards
 
 CPU = torch.device("cpu")
 VOCAB = 40
@@ -151,41 +150,6 @@ def test_shards_agree_on_what_a_filter_leaves(monkeypatch: pytest.MonkeyPatch, h
         if temperature and i not in (7, 8):  # transformers breaks ties
             allowed = exact(logits[i], temperature, top_p, top_k, min_p)
             torch.testing.assert_close(whole.sampled[i].double(), allowed[whole.tokens[i]].log(), atol=1e-5, rtol=0)
-
-
-class Shards:
-    """A sampler for each shard of a vocabulary, in threads that exchange what they would gather."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.widest = count, 0
-        self.barrier = threading.Barrier(count)
-        self.parts: list[Any] = [None] * count
-
-    def draw(self, logits: torch.Tensor, vocab: int, batch: SamplingBatch) -> list[Draw]:
-        with ThreadPoolExecutor(self.count) as pool:
-            return list(pool.map(lambda i: self._draw(i, logits, vocab, batch), range(self.count)))
-
-    def _draw(self, rank: int, logits: torch.Tensor, vocab: int, batch: SamplingBatch) -> Draw:
-        sampler = Sampler(vocab, logits.shape[1], FakeGroup(self.count, rank), CPU)  # type: ignore[arg-type]
-        rows = logits.shape[1] // self.count
-        sampler._gather = lambda x: self._gather(rank, x)  # type: ignore[method-assign]
-        local = logits[:, rank * rows : (rank + 1) * rows]
-        return sampler.draw(local, batch, torch.zeros(len(logits), dtype=torch.int64))
-
-    def _gather(self, rank: int, x: torch.Tensor) -> torch.Tensor:
-        self.parts[rank] = x
-        self.barrier.wait(120)
-        out = torch.cat(self.parts, 1)
-        self.widest = max(self.widest, out[0].numel() if out.dim() == 2 else 0)
-        self.barrier.wait(120)
-        return out
-
-
-class FakeGroup:
-    """What a sampler asks a process group."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self.size, self.rank = (lambda: size), (lambda: rank)
 
 
 def test_a_draw_that_hangs_on_the_edge_of_the_nucleus_counts_as_close() -> None:
