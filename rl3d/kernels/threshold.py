@@ -180,7 +180,7 @@ def _open_nucleus(beyond_ptr, ranks_ptr, state_ptr, frame_ptr, temperature_ptr, 
     if RANKED:
         left, top_k = tl.load(ranks + 12), tl.load(ranks + 8)
         mass = tl.sum(tl.where(tl.arange(0, 8) == 0, _joined(beyond_ptr, row, blocks, 1, WIDTH), 0.0), axis=0)
-        ties = tl.where((left > top_k) & (left < UNKNOWN), left - top_k, 0.0)  # of the k-th, more than there is room for
+        ties = tl.where((left > top_k) & (left < UNKNOWN / 2), left - top_k, 0.0)  # of the k-th, more than there is room for
         ranked = tl.abs(floor) != float("inf")
         total = tl.where(ranked, mass - tl.where(ranked, ties * tl.exp(tl.load(ranks + 4) - whole), 0.0), 1.0)
     top_p = tl.load(top_p_ptr + row).to(tl.float64)
