@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from rl3d.distributed.page_locked import take_exact_sizes
+
 # (logger, beginning of the message): lines of the libraries that tell a user nothing to act upon.
 _KNOWN_LINES = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),
@@ -71,6 +73,7 @@ def prepare() -> None:
 
     import torch
 
+    take_exact_sizes()
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         _patch_torch(torch)

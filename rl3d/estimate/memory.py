@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl3d.distributed.page_locked import page_locked_bytes
 from rl3d.estimate.parameters import stage_numels
 from rl3d.estimate.passes import Passes
 from rl3d.estimate.rollout import (
@@ -15,7 +16,7 @@ from rl3d.estimate.rollout import (
     working_bytes,
 )
 from rl3d.estimate.settings import MemorySettings
-from rl3d.estimate.states import States, pinned, stage_run, states
+from rl3d.estimate.states import States, stage_run, states
 from rl3d.layout import GenLayout, TrainLayout
 from rl3d.models import Architecture
 
@@ -127,7 +128,7 @@ class _Stage:
         self.resident: dict[str, int] = dict(self.state.held)
         self.switching, self.generating = self._engine()
         self._on_host(self.state.host)
-        parked = [pinned(size) for item, size in self.state.held.items() if item in _PARKED]
+        parked = [page_locked_bytes(size) for item, size in self.state.held.items() if item in _PARKED]
         if settings.optimizer_state == "host" and settings.device == "cuda" and parked:
             self._on_host({"optimiser (parked)": sum(parked)})
         if settings.device == "cuda":
@@ -154,7 +155,7 @@ class _Stage:
         if residency == "device" or self.settings.device != "cuda":
             self._keep(item, size)
             return 0
-        self._on_host({f"{item} (host)": pinned(size)})
+        self._on_host({f"{item} (host)": page_locked_bytes(size)})
         return size
 
     def _engine(self) -> tuple[dict[str, int], dict[str, int]]:

@@ -6,6 +6,7 @@ this follows it.
 
 from dataclasses import dataclass, field
 
+from rl3d.distributed.page_locked import page_locked_bytes
 from rl3d.estimate.settings import MemorySettings
 from rl3d.layout import TrainLayout
 
@@ -80,11 +81,6 @@ def states(numels: tuple[int, ...], train: TrainLayout, settings: MemorySettings
     return _to_host(out, numels, part, b) if offload else out
 
 
-def pinned(size: int) -> int:
-    """Bytes of host memory that torch's allocator of page-locked memory takes for ``size``: the next power of two."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
 def _to_host(device: States, numels: tuple[int, ...], part: int, b: int) -> States:
     """The optimiser on the host: master weights, moments, gradients of the partition and the rounded weights on their way
     back, all but the moments page-locked. Gradients accumulate on the device in fp32, as without offload, and leave it
@@ -92,9 +88,9 @@ def _to_host(device: States, numels: tuple[int, ...], part: int, b: int) -> Stat
     largest = max(numels, default=0)
     held = {"weights": device.held["weights"], "offload buffer": b * largest}
     host = {
-        "optimiser (host)": pinned(FP32 * part) + 2 * FP32 * part,
-        "gradients (host)": pinned(FP32 * part),
-        "staging (host)": pinned(b * part) + pinned(b * largest),
+        "optimiser (host)": page_locked_bytes(FP32 * part) + 2 * FP32 * part,
+        "gradients (host)": page_locked_bytes(FP32 * part),
+        "staging (host)": page_locked_bytes(b * part) + page_locked_bytes(b * largest),
     }
     return States(held, gradients=device.gradients, bucket=device.bucket, within=device.within, left=device.left,
                   after=device.after, step=0, host=host)  # fmt: skip
@@ -112,10 +108,11 @@ def _sharded(numels: tuple[int, ...], dp: int, bucket: int, settings: MemorySett
     out = States(held, within=2 * FP32 * bucket, left=1 - bucket / total, step=FP32 * part, gathered=gathered)
     if not offload:
         return out
-    out.host = {"optimiser (host)": pinned(FP32 * part) + 2 * FP32 * part, "gradients (host)": 2 * pinned(FP32 * part)}
+    locked = page_locked_bytes(FP32 * part)
+    out.host = {"optimiser (host)": locked + 2 * FP32 * part, "gradients (host)": 2 * locked}
     out.held = {"weights": held["weights"], "gradients": FP32 * bucket}
     out.step = 0
     if settings.offload == "params":
-        out.host["weights (host)"] = pinned(b * part)
+        out.host["weights (host)"] = page_locked_bytes(b * part)
         out.held["weights"] = whole
     return out
