@@ -50,6 +50,7 @@ def workload(sub: Any) -> None:
     sub.add_argument("--prompt-len", metavar="N", type=positive, default=512, help="tokens (512)")
     sub.add_argument("--response-len", metavar="N", type=positive, default=1024, help="tokens (1024)")
     sub.add_argument("--sequences", metavar="N", type=positive, default=512, help="samples of a step, all GPUs (512)")
+    sub.add_argument("--samples", metavar="N", type=positive, default=1, help="of them with one prompt, computed once (1)")
     sub.add_argument("--micro-batch", metavar="N", type=positive, default=4, help="sequences of one rank at once (4)")
     sub.add_argument("--optimizer-steps", metavar="N", type=positive, default=1, help="mini-batches in a step (1)")
     sub.add_argument("--critic", action="store_true", help="train a critic of the same size (PPO)")

@@ -14,6 +14,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
     return Workload(
         args.prompt_len, args.response_len, args.sequences, args.micro_batch, args.optimizer_steps,
         not args.no_reference, args.critic, args.recompute, args.sequence_parallel, args.offload,
+        args.samples,
     )  # fmt: skip
 
 
@@ -27,6 +28,7 @@ def pairs_table(title: str, shown: list[Candidate], work: Workload) -> Any:
         "generation",
         "log-probs",
         "update",
+        "host",
         "switch ms",
         "tokens/s/GPU",
         "GB train",
@@ -37,7 +39,8 @@ def pairs_table(title: str, shown: list[Candidate], work: Workload) -> Any:
     for c in shown:
         assert c.step and c.fit
         s = c.step
-        cells = [f"{s.total:.1f}", f"{s.generation:.1f}", f"{s.logprobs:.1f}", f"{s.update:.1f}"]
+        digits = 1 if s.total >= 10 else 2
+        cells = [f"{seconds:.{digits}f}" for seconds in (s.total, s.generation, s.logprobs, s.update, s.host)]
         cells += [f"{'' if c.move else '~'}{1e3 * s.switch:.0f}", f"{c.tokens_per_second(work):.0f}"]
         cells += [f"{x / 1e9:.1f}" for x in (c.fit.training, c.fit.generation, c.fit.kv_bytes)]
         table.add_row(str(c.train), str(c.gen), *cells)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rl3d.estimate.scale import Candidate
     from rl3d.estimate.step import Workload
 
-PHASES = ("generation", "logprobs", "update", "switch")
+PHASES = ("generation", "logprobs", "update", "switch", "host")
 
 
 def add(commands: Any) -> None:
@@ -21,8 +21,8 @@ def add(commands: Any) -> None:
         "scale",
         run,
         "Predict memory and step time of every pair of layouts on several numbers of GPUs.",
-        "The best few are printed first; the switch of these is planned exactly. Needs no GPU and no weights. Seconds are a "
-        "roofline with stated efficiencies (rl3d/estimate/step.py): good for comparing layouts.",
+        "The best few are printed first; the switch of these is planned exactly. Needs no GPU and no weights. Seconds are "
+        "arithmetic with constants fitted to one and two H200s (rl3d/estimate/kernels.py): good for comparing layouts.",
     )
     model(sub)
     sub.add_argument("--gpus", metavar="N,N,...", type=_sizes, required=True, help="for example 8,16,32,64")
@@ -135,7 +135,11 @@ def _write_csv(path: Path, name: str, table: "dict[int, list[Candidate]]", work:
         for gpus, found in table.items():
             for c in found:
                 row: list[Any] = [name, gpus, c.train, c.gen, int(c.step is not None), c.reason]
-                row += [f"{x:.6g}" for x in (c.step.total, *(getattr(c.step, p) for p in PHASES))] if c.step else [""] * 5
+                row += (
+                    [f"{x:.6g}" for x in (c.step.total, *(getattr(c.step, p) for p in PHASES))]
+                    if c.step
+                    else [""] * (1 + len(PHASES))
+                )
                 row += ["plan" if c.move else "formula" if c.step else ""]
                 row += [f"{c.tokens_per_second(work):.6g}" if c.step else ""]
                 row += [c.fit.training, c.fit.generation, c.fit.kv_bytes] if c.fit else [""] * 3

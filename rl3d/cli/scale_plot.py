@@ -11,8 +11,10 @@ from rl3d.estimate.step import Workload
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-_COLORS = {"generation": "#4878a8", "logprobs": "#8fb4d4", "update": "#d9822b", "switch": "#7a3b8f"}
-_NAMES = {"generation": "generation", "logprobs": "log-probabilities", "update": "update", "switch": "switch"}
+_COLORS = {"generation": "#4878a8", "logprobs": "#8fb4d4", "update": "#d9822b", "switch": "#7a3b8f",
+           "host": "#bbbbbb"}  # fmt: skip
+_NAMES = {"generation": "generation", "logprobs": "log-probabilities", "update": "update", "switch": "switch",
+          "host": "between phases"}  # fmt: skip
 
 
 def draw(

@@ -60,7 +60,7 @@ def test_scale_prints_writes_and_draws(tmp_path: Path, capsys: pytest.CaptureFix
     lacking = [row for row in rows if row["fits"] == "0"]
     assert able and lacking
     for row in able:
-        parts = sum(float(row[key]) for key in ("generation_s", "logprobs_s", "update_s", "switch_s"))
+        parts = sum(float(row[key]) for key in ("generation_s", "logprobs_s", "update_s", "switch_s", "host_s"))
         assert float(row["step_s"]) == pytest.approx(parts, rel=1e-4)
         assert float(row["tokens_per_s_per_gpu"]) == pytest.approx(
             512 * 1536 / float(row["step_s"]) / int(row["gpus"]), rel=1e-4
