@@ -107,6 +107,7 @@ def _show(name: str, arch: Any, move: Any, topology: Any) -> None:
     t = move.time
     print(
         f"\npredicted switch {1e3 * t.seconds:.0f} ms: links {1e3 * t.wire:.0f} (most of it: {t.limit}), staging "
-        f"{1e3 * t.pack:.0f}, copies in place {1e3 * t.local:.0f}; planned in {move.plan_seconds:.2f} s\n"
+        f"{1e3 * t.pack:.0f}, copies in place {1e3 * t.local:.0f}, checks {1e3 * t.host:.0f}; "
+        f"planned in {move.plan_seconds:.2f} s\n"
     )
     print(draw(move, console.width))

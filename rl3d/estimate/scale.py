@@ -8,6 +8,7 @@ from rl3d.config import zero_problem
 from rl3d.estimate.fit import Fit, MemoryOf
 from rl3d.estimate.moves import STAGING_BYTES, Move, plan_move
 from rl3d.estimate.step import StepTime, Workload, predict_step
+from rl3d.estimate.time import HOST
 from rl3d.estimate.topology import Topology
 from rl3d.layout import GenLayout, LayoutError, TrainLayout, stage_layers, tp_sizes
 from rl3d.models import Architecture
@@ -146,7 +147,8 @@ def switch_formula(
     crossing = 0.0 if nodes == 1 else model * (1 - 1 / nodes) / topology.nics_per_node
     rates = (topology.inside_gb_per_s, topology.between_gb_per_s, topology.copy_gb_per_s)
     inside, between, copies = (rate * 1e9 for rate in rates)
-    return max(received / inside, crossing / between) + (2 * received + held) / copies
+    crossed = crossing * topology.nics_per_node / topology.gpus_per_node  # of a rank, packed and unpacked
+    return HOST + max(received / inside, crossing / between) + (2 * crossed + held) / copies
 
 
 def scaling(best: Sequence[Candidate], work: Sequence[Workload]) -> list[dict[str, Any]]:

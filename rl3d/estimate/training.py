@@ -23,6 +23,8 @@ OPTIMIZER_BYTES = 28
 """Read and written for each parameter by AdamW with fp32 master weights: gradient, weight and two moments."""
 ACCUMULATION_BYTES = 12
 """Read and written for each parameter when a row's bf16 gradient is widened and added up in fp32."""
+REDUCED_BYTES = 4
+"""Of a gradient when it is reduced over data parallelism: fp32, whatever the weights are."""
 HOST_BANDWIDTH = 37e9
 """Bytes/s of one rank's optimiser in host memory: torch's fused AdamW takes 7.6 ms for 10M parameters."""
 PCIE_BANDWIDTH = 25e9
@@ -121,7 +123,8 @@ def optimizer_seconds(arch: Architecture, train: TrainLayout, topology: Topology
     fetched = gathers * part * itemsize / PCIE_BANDWIDTH if offload == "params" and train.zero == 3 else 0.0
     if dp == 1:
         return optimizer + fetched
-    return (gathers + reductions) * _over_dp(local * itemsize, train, topology) + optimizer + fetched
+    gathered, reduced = (_over_dp(local * size, train, topology) for size in (itemsize, REDUCED_BYTES))
+    return gathers * gathered + reductions * reduced + optimizer + fetched
 
 
 def _over_dp(nbytes: float, train: TrainLayout, topology: Topology) -> float:

@@ -11,11 +11,14 @@ from functools import partial
 
 from rl3d.estimate import generating, kernels
 from rl3d.estimate.generating import decode_step, prefill
+from rl3d.estimate.moves import plan_move
 from rl3d.estimate.step import StepTime, Workload, predict_step
+from rl3d.estimate.time import predict_move
 from rl3d.estimate.topology import Topology
 from rl3d.layout import GenLayout, TrainLayout
-from rl3d.models import Architecture
+from rl3d.models import Architecture, parameter_specs
 from rl3d.models.shapes import shape
+from rl3d.reshard import build_plan
 
 H200 = Topology.read("h200-8")
 ARCHS = {name: Architecture.from_hf(shape(name)) for name in ("qwen2.5-1.5b", "llama2-7b", "qwen2.5-7b")}
@@ -62,6 +65,10 @@ STEPS = (
     ("tp2.zero1", 2, 0.696, 0.311, 0.877, 0.153, 2.366),
 )  # fmt: skip
 
+# train, generate -> milliseconds there and back through the peer's memory, Llama-2-7B on two GPUs
+SWITCHES = (("tp2.zero1", "tp1", 26.1, 7.2), ("tp1.pp2.zero1", "tp2", 15.6, 15.5), ("tp1.pp2.zero1", "tp1", 27.5, 7.7),
+            ("tp1.zero3", "tp2", 13.7, 12.9), ("tp1.zero1", "tp2", 7.6, 28.6))  # fmt: skip
+
 
 def step(train: str, gpus: int, *, critic: bool = False) -> StepTime:
     """The prediction of one of :data:`STEPS`."""
@@ -72,7 +79,7 @@ def step(train: str, gpus: int, *, critic: bool = False) -> StepTime:
 
 def figures() -> list[Figure]:
     """All of them."""
-    return [*_generation(), *_steps(), *_older()]
+    return [*_generation(), *_steps(), *_switches(), *_older()]
 
 
 def _generation() -> list[Figure]:
@@ -105,6 +112,24 @@ def _steps() -> list[Figure]:
 
 def _phase(train: str, gpus: int, name: str) -> float:
     return getattr(step(train, gpus), name) / (2 if name == "logprobs" else 1)  # with the reference's
+
+
+def _switches() -> list[Figure]:
+    found = []
+    for train, gen, *both in SWITCHES:
+        for way, value in zip(("", "back: "), both, strict=True):
+            ask = partial(_switch, train, gen, bool(way))
+            found.append(Figure(f"switch: {way}{train} -> {gen}", value / 1e3, ask, (train, way) == ("tp1.zero1", "")))
+    return found
+
+
+def _switch(train: str, gen: str, back: bool) -> float:
+    links = H200.with_gpus_per_node(2)
+    move = plan_move(ARCHS["llama2-7b"], TrainLayout.parse(train), GenLayout.parse(gen), 2, links)
+    if not back:
+        return move.time.seconds
+    specs = parameter_specs(ARCHS["llama2-7b"], ARCHS["llama2-7b"].padded_vocab(move.train.tp, move.gen.tp), "bfloat16")
+    return predict_move(build_plan(specs, move.target, move.source), links).seconds
 
 
 def _older() -> list[Figure]:

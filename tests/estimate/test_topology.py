@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl3d.estimate.time import predict_move
+from rl3d.estimate.time import HOST, predict_move
 from rl3d.estimate.topology import PRESETS, Topology, TopologyError
 from rl3d.layout import Mesh, ParamSpec, ShardLayout
 from rl3d.reshard import build_plan
@@ -77,11 +77,11 @@ def test_ranks_must_fill_nodes() -> None:
 def test_inside_a_node() -> None:
     """Two ranks exchange halves of 2 MB: 1 MB each way at 100 GB/s is 10 us, one message of 3 us; staging and the
     local half are copies of 1 MB at 1000 GB/s."""
-    found = predict_move(_plan(2, 1, 8, 2000), _links(inside_latency_us=3))
+    found = predict_move(_plan(2, 1, 8, 2000), _links(inside_latency_us=3), peers=False)
     assert found.wire == pytest.approx(13e-6)
     assert found.pack == pytest.approx(2e-6)
     assert found.local == pytest.approx(1e-6)
-    assert found.seconds == pytest.approx(16e-6)
+    assert found.seconds == pytest.approx(16e-6 + HOST)
     assert found.limit == "links inside a node"
 
 
@@ -91,16 +91,27 @@ def test_buckets_follow_each_other() -> None:
     links = _links(inside_latency_us=3)
     more = many.certificate.buckets - one.certificate.buckets
     assert more >= 9
-    assert predict_move(many, links).wire == pytest.approx(predict_move(one, links).wire + more * 3e-6)
+    longer, shorter = (predict_move(plan, links, peers=False).wire for plan in (many, one))
+    assert longer == pytest.approx(shorter + more * 3e-6)
+    assert predict_move(many, links).wire == pytest.approx(predict_move(one, links).wire)  # read at once
+
+
+def test_memory_of_peers_is_read_without_staging() -> None:
+    """As inside a node, by messages: 1 MB each way at 100 GB/s, but no message waits and nothing is staged."""
+    found = predict_move(_plan(2, 1, 8, 2000), _links(inside_latency_us=3))
+    assert (found.wire, found.pack, found.local) == pytest.approx((10e-6, 0, 1e-6))
+    assert found.seconds == pytest.approx(11e-6 + HOST)
 
 
 def test_between_nodes_the_card_is_the_limit() -> None:
     """Four ranks on two nodes, a quarter of 4 MB each: 2 MB enter each node, once; each of its two ranks takes one and
-    then hands it to the other, 1 MB at 100 GB/s."""
+    then hands it to the other; with its own quarter, the other reads 2 MB at 100 GB/s before and after."""
     plan = _plan(4, 1, 2, 4000)
     own = predict_move(plan, _links(gpus_per_node=2))
     assert plan.certificate.between_nodes == 4_000_000
-    assert own.wire == pytest.approx(1e6 / 10e9 + 10e-6)
+    assert own.wire == pytest.approx(1e6 / 10e9 + 20e-6)
+    messages = predict_move(plan, _links(gpus_per_node=2), peers=False)
+    assert messages.wire == pytest.approx(1e6 / 10e9 + 10e-6)  # those inside the node go beside those between
     shared = predict_move(plan, _links(gpus_per_node=2, nics_per_node=1))
     assert shared.wire == pytest.approx(2e6 / 10e9)
     assert shared.limit == "network cards"
