@@ -1,4 +1,5 @@
-"""Both paths of every kernel against float64: torch on the CPU, and Triton's interpreter in a process of its own."""
+"""Both paths of every kernel against float64: torch on the CPU, and Triton's interpreter in a process of its own; and that
+the kernels compile for a GPU, without one."""
 
 import json
 import os
@@ -32,11 +33,20 @@ def test_triton_kernels_in_the_interpreter():
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-m", "tests.kernels.checks", "cpu"], env=env, cwd=root, text=True,
-                          capture_output=True, timeout=120)  # fmt: skip
+                          capture_output=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["triton"], "the interpreter was on"
     _check(found["errors"])
+
+
+def test_every_kernel_compiles_for_a_gpu():
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_checks"], cwd=root, text=True,
+                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, timeout=600)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["kernels"]) > 20 and found["missing"] == [], "add the kernel to compile_checks"
 
 
 def test_statistics_survive_extreme_logits():
