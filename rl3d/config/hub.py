@@ -4,11 +4,15 @@ huggingface_hub does the fetching, with its cache, its environment variables (HF
 HF_ENDPOINT) and its file locks; it is imported when an id turns up, not before.
 """
 
+import functools
 import json
 import re
+import socket
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 Part = Literal["model", "tokenizer"]
 
@@ -19,6 +23,7 @@ _TOKENIZER = (
 _MODEL = ("*.safetensors", "*.safetensors.index.json", "generation_config.json", *_TOKENIZER)
 # Folders hold the same weights for other programs (original/, onnx/, ...), and so does Mistral's consolidated file.
 _NEVER = ("*/*", "consolidated*")
+_ANSWER_S = 10.0
 
 
 class HubError(RuntimeError):
@@ -64,7 +69,9 @@ class HubId:
         if isinstance(cached, str):
             return Path(cached)
         try:
-            return Path(hf_hub_download(self.repo, name, revision=self.revision))
+            return Path(
+                hf_hub_download(self.repo, name, revision=self.revision, local_files_only=_unreachable() is not None)
+            )
         except Exception as error:
             raise self._unavailable(error) from error
 
@@ -79,8 +86,9 @@ class HubId:
         patterns = [*(_MODEL if part == "model" else _TOKENIZER), *(("*.py",) if remote_code else ())]
         try:
             found = snapshot_download(
-                self.repo, revision=self.revision, allow_patterns=patterns, ignore_patterns=list(_NEVER)
-            )
+                self.repo, revision=self.revision, allow_patterns=patterns, ignore_patterns=list(_NEVER),
+                local_files_only=_unreachable() is not None,
+            )  # fmt: skip
         except Exception as error:  # of the network, of the hub, of the disk: all of them leave us without the model
             raise self._unavailable(error) from error
         directory = Path(found)
@@ -95,12 +103,30 @@ class HubId:
 
         said = " ".join(str(error).split())
         said = f"{type(error).__name__}: {said[:300]}" + ("..." if len(said) > 300 else "")
-        offline = " (HF_HUB_OFFLINE is set: only the cache is looked at)" if constants.HF_HUB_OFFLINE else ""
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable()
+        offline = f" ({reason}: only the cache is looked at)" if reason else ""
         return HubError(
             f"model {str(self)!r}: there is no directory {Path(str(self)).absolute()}, and it is not to be had from the hub "
             f"or its cache {self.cache}{offline}; where there is a network, run `{self.command}`, or give a Hugging Face "
             f"model directory. The hub's client said: {said}"
         )
+
+
+@functools.cache
+def _unreachable() -> str | None:
+    """Why the hub cannot be had, or None: asked once, for the hub's client tries each file for 24 seconds before it looks
+    into its cache. Behind a proxy, or where only the cache is wanted, the client decides."""
+    from huggingface_hub import constants
+
+    place = urlsplit(constants.ENDPOINT)
+    host, port = place.hostname or "", place.port or (80 if place.scheme == "http" else 443)
+    if constants.HF_HUB_OFFLINE or (urllib.request.getproxies() and not urllib.request.proxy_bypass(host)):
+        return None
+    try:
+        socket.create_connection((host, port), timeout=_ANSWER_S).close()
+    except OSError as error:
+        return f"{host}:{port} does not answer, {error.strerror or error}"
+    return None
 
 
 def missing_files(directory: Path) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,19 @@ def test_offline_takes_the_cache_or_says_what_to_run(hub, tmp_path):
     (Path(online.stdout.strip()) / "model.safetensors").unlink()
     damaged = python(code, hub, tmp_path, HF_HUB_OFFLINE="1")
     assert damaged.returncode == 1 and "hf download org/small" in damaged.stderr
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(hub, tmp_path):
+    code = "from rl3d.config.hub import HubId; print(HubId.parse('org/small').fetch())"
+    online = python(code, hub, tmp_path)
+    hub.close()
+    start = time.monotonic()
+    cached = python(code, hub, tmp_path)
+    assert cached.stdout == online.stdout, cached.stderr
+    missing = python(code, hub, tmp_path, HF_HOME=str(tmp_path / "other"))
+    assert time.monotonic() - start < 20, "huggingface_hub alone retries for 24 seconds"
+    assert "does not answer" in missing.stderr and "run `hf download org/small`" in missing.stderr
+    assert "Retrying" not in missing.stderr
 
 
 def test_missing_shards_are_named(tmp_path):
