@@ -1,7 +1,7 @@
 """A memory plan: bytes per rank in every phase of a step, by arithmetic, before any weight is read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl3d.distributed.page_locked import page_locked_bytes
@@ -119,6 +119,8 @@ class _Stage:
     """One rank of one pipeline stage."""
 
     def __init__(self, arch: Architecture, train: TrainLayout, gen: GenLayout, settings: MemorySettings, stage: int):
+        sequences = settings.at_once(max(1, train.model_parallel * (train.dp or 1) // gen.tp))
+        settings = replace(settings, max_sequences=sequences)
         self.arch, self.train, self.gen, self.settings, self.stage = arch, train, gen, settings, stage
         self.padded = arch.padded_vocab(train.tp, gen.tp)
         self.numels = stage_numels(arch, self.padded, train.tp, train.pp, train.vpp, stage)

@@ -88,6 +88,8 @@ def _setting(key: str, field: str, value: Any, when: Callable[[Request], bool] =
 def _smaller(key: str, field: str, part: int, least: Callable[[Request], int]) -> Change:
     def change(request: Request) -> tuple[str, Request] | None:
         now = getattr(request.settings, field)
+        if field == "max_sequences":
+            now = request.settings.at_once(max(1, request.world // request.gen.tp))
         value = max(now // part, least(request))
         if value >= now:
             return None

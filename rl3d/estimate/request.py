@@ -69,6 +69,8 @@ def _settings(cfg: RunConfig, device_bytes: int | None) -> MemorySettings:
         critic_learns=not algorithm.freeze_critic,
         critic_arch=_critic(cfg),
         max_sequences=rollout.max_sequences,
+        step_prompts=algorithm.batch_size if rollout.cache_strategy != "full" else None,
+        samples=rollout.n,
         max_prefill_tokens=rollout.max_batch_tokens,
         staging_bytes=layout.staging_mib << 20,
         engine=rollout.engine,

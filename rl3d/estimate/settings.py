@@ -26,6 +26,8 @@ class MemorySettings:
         critic_learns: the critic has gradients and an optimiser of its own.
         critic_arch: the critic's shape; None: the policy's.
         max_sequences, max_prefill_tokens: sampling.
+        step_prompts, samples: prompts of a step over all replicas, and samples of each: the built-in engine makes its cache
+            for a replica's share of them. None: for ``max_sequences``, as with the strategy ``"full"``.
         engine: what generates: ``"megatron"``, ``"hf"`` or ``"vllm"``.
         vllm_share: of the device that vLLM takes in all (its ``gpu_memory_utilization``).
         vllm_cache: bytes of vLLM's cache, where it was told; None: what its share leaves.
@@ -56,6 +58,8 @@ class MemorySettings:
     critic_arch: Architecture | None = None
     max_sequences: int = 64
     max_prefill_tokens: int = 8192
+    step_prompts: int | None = None
+    samples: int = 1
     engine: str = "megatron"
     vllm_share: float = VLLM_SHARE
     vllm_cache: int | None = None
@@ -65,6 +69,12 @@ class MemorySettings:
     bucket: int = 50_000_000
     flash: bool = True
     grouped_varlen: bool = True
+
+    def at_once(self, replicas: int) -> int:
+        """Sequences that one of so many generation replicas has at a time, at most."""
+        if self.step_prompts is None or self.engine != "megatron":
+            return self.max_sequences
+        return min(self.max_sequences, -(-self.step_prompts // replicas) * self.samples)
 
     @property
     def bf16(self) -> bool:

@@ -207,3 +207,20 @@ def test_a_shape_by_file_is_checked_like_any_model(tmp_path):
     missing = load_config(folder("configs") / f"{name}.yaml", [*random, "model.random.config=nowhere.json"])
     with pytest.raises(ValueError, match="no such file; expected a config.json"):
         check(resolve(missing, world_size=1, gpus=0))
+
+
+def test_the_cache_is_for_the_sequences_that_a_step_has():
+    """The built-in engine makes its cache for a batch; with the strategy ``full``, and in vLLM, for the largest."""
+
+    def at_once(*overrides: str) -> float:
+        cfg = load_config("tiny_learns", ["layout.device=cpu", "layout.ranks=4", "rollout.max_sequences=64", *overrides])
+        request = Request.of(resolve(cfg, world_size=4, gpus=0), random_config(cfg.model.random.config))
+        one = cache_bytes(request.arch, request.gen, replace(request.settings, max_sequences=1))
+        two = cache_bytes(request.arch, request.gen, replace(request.settings, max_sequences=2))
+        return 1 + (request.plan().phase("generation").items["KV cache"] - one) / (two - one)
+
+    few = ["algorithm.batch_size=6", "algorithm.mini_batch_size=6", "rollout.n=4"]
+    assert at_once(*few, "layout.gen=tp4") == 24
+    assert at_once(*few, "layout.gen=tp1") == 8  # two of six prompts on the fullest of four replicas
+    assert at_once(*few, "layout.gen=tp4", "rollout.max_sequences=16") == 16
+    assert at_once(*few, "layout.gen=tp4", "rollout.cache_strategy=full") == 64
