@@ -1,4 +1,4 @@
-"""Switches of random weights between layouts, timed beside a plain copy, an all-gather of everything and megatron-core."""
+"""Switches of random weights between layouts, timed beside plain copies, an all-gather of everything and megatron-core."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 from rl3d.bench import BenchError
 
-HELP = "Switch random weights between layouts: seconds, bytes and memory beside a plain copy, all-gather, megatron-core."
+HELP = "Switch random weights between layouts: seconds, bytes and memory beside plain copies, all-gather, megatron-core."
 TRANSPORTS = ("auto", "ipc", "shm", "nccl", "gloo")
 
 
@@ -88,20 +88,24 @@ def shape_values(texts: Sequence[str]) -> dict[str, Any]:
 
 def _heading(name: str, found: dict[str, Any]) -> str:
     heads = ("train", "generate", "transport", "received MB a rank", "ours ms", "back ms", "one plain copy ms",
-             "all-gather ms", "megatron-core ms", "extra MB a rank", "staging MB", "fingerprints")  # fmt: skip
+             "plain peer copy ms", "ours / it", "all-gather ms", "megatron-core ms", "extra MB a rank", "staging MB",
+             "fingerprints")  # fmt: skip
     return (f"{name}: {found['parameters'] / 1e6:.0f}M parameters in bf16, {found['ranks']} ranks, {found['device']}\n\n"
-            "| " + " | ".join(heads) + " |\n" + "|---" * 3 + "|--:" * 8 + "|---|")  # fmt: skip
+            "| " + " | ".join(heads) + " |\n" + "|---" * 3 + "|--:" * 10 + "|---|")  # fmt: skip
 
 
 def _row(case: dict[str, Any]) -> str:
     cells = [case["train"], case["gen"]]
     if case["refused"]:
-        return f"| {' | '.join(cells)} |" + " |" * 9 + f" not run: {case['refused']} |"
+        return f"| {' | '.join(cells)} |" + " |" * 11 + f" not run: {case['refused']} |"
     seconds = case["seconds"]
     cells += [case["transport"], f"{case['received_max'] / 1e6:.1f}"]
-    for key in ("ours", "back", "copy", "all_gather", "megatron_core"):
+    for key in ("ours", "back", "copy", "peer_copy", "ratio", "all_gather", "megatron_core"):
         value = seconds.get(key)
-        cells.append("" if value is None else f"{1e3 * value:.1f}")
+        if key == "ratio":
+            cells.append(f"{seconds['ours'] / seconds['peer_copy']:.2f}" if "peer_copy" in seconds else "")
+        else:
+            cells.append("" if value is None else f"{1e3 * value:.1f}")
     cells += [f"{case['extra_bytes'] / 1e6:.1f}", f"{case['staging_bytes'] / 1e6:.1f}",
               "equal" if not case["changed"] else ", ".join(case["changed"])]  # fmt: skip
     return f"| {' | '.join(cells)} |"

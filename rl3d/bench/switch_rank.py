@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rl3d.bench import BenchError
 from rl3d.bench.arena import Arena, arena_bytes, filling_bytes
 from rl3d.bench.gather import GatherAll
+from rl3d.bench.peer_copy import plain_peer_copy
 from rl3d.distributed import bootstrap, failures
 from rl3d.distributed.bootstrap import Runtime
 from rl3d.layout import GenLayout, Mesh, ParamSpec, ShardLayout, TrainLayout
@@ -126,6 +127,9 @@ class _Pair:
         transient = _peak()
         report = mover.run()
         extra = self._memory() - before + (_peak() - transient)
+        if (peer_copy := plain_peer_copy(plan, self.rank, self.src.bytes, self.dst.bytes)) is not None:
+            seconds["peer_copy"] = self._time(peer_copy)
+        del peer_copy  # it maps the peers' memory
         self._check("ours", mover.run)
         seconds["ours"] = self._time(mover.run)
         if baselines:

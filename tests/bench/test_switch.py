@@ -9,6 +9,7 @@ import pytest
 
 from rl3d.bench import BenchError
 from rl3d.bench.switch import pair_up, shape_values
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {
@@ -18,7 +19,7 @@ SHAPE = {
 TRAIN = ["tp2.pp2.zero1", "tp2.zero3", "tp2.zero1:partitions"]
 
 
-pytestmark = pytest.mark.slow  # every other way between the layouts beside ours
+slow = pytest.mark.slow  # every other way between the layouts beside ours
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +33,24 @@ def found(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@slow
 def test_every_way_brings_every_parameter(found):
     assert [case["train"] for case in found["cases"]] == TRAIN
     for case in found["cases"]:
         assert case["changed"] == [] and case["transport"] == "peer"
-        assert {"ours", "back", "copy", "all_gather", "megatron_core"} == case["seconds"].keys()
+        assert {"ours", "back", "copy", "peer_copy", "all_gather", "megatron_core"} == case["seconds"].keys()
         assert all(0 < seconds < 20 for seconds in case["seconds"].values())
         assert case["stages"].keys() == {"local", "copy", "wait"}, "nothing goes through staging memory"
 
 
+@slow
 def test_no_rank_receives_more_than_the_bound_and_nothing_is_staged(found):
     for case in found["cases"]:
         assert 0 < case["received_max"] == case["bound"]
         assert case["staging_bytes"] == 0 <= case["extra_bytes"]
 
 
+@slow
 def test_a_pair_that_memory_cannot_hold_is_a_row_that_says_so_and_the_others_run(tmp_path):
     (tmp_path / "small.json").write_text(json.dumps(SHAPE))
     words = ["bench", "switch", str(tmp_path / "small.json"), "--train", "tp1.zero1", "tp2.pp2.zero1", "--gen", "tp4"]
@@ -63,6 +67,13 @@ def test_a_pair_that_memory_cannot_hold_is_a_row_that_says_so_and_the_others_run
     assert ran.startswith("| tp2.pp2.zero1 | tp4 | peer |") and ran.endswith("| equal |")
     nothing = bench("0.0001")
     assert nothing.returncode == 1 and nothing.stdout.count("not run: ") == 2
+
+
+def test_the_plain_peer_copy_reads_each_peer_for_its_part():
+    """Halves of 1,024 bytes of each of two ranks; where one of them cannot map the other, nobody has a figure."""
+    answer = run_ranks("tests.bench.peer_checks:main", 2)
+    assert answer["wanted"] == [{"1": 1024}, 1024]
+    assert answer["found"] == [[[0, 1024, 1024], [0, 0, 1024, 1024], True]] * 2
 
 
 def test_layouts_and_shapes_that_do_not_fit_are_named():
