@@ -180,7 +180,7 @@ class DecodeRunner:
         sampling = SamplingBatch(
             buffers.keys[:rows], buffers.temperature[:rows], buffers.top_p[:rows], buffers.top_k[:rows],
             buffers.min_p[:rows], ranked="top-k" in kind, nucleus="top-p" in kind, filtered="filtered" in kind,
-            greedy=kind == "greedy", tempered=kind not in ("greedy", "plain"),
+            greedy=kind == "greedy", tempered="tempered" in kind,
         )  # fmt: skip
         positions += positions >= 0
         self.sampler.draw(logits, sampling, positions, out=(buffers.tokens[:rows], buffers.packed[:, :rows]))
@@ -224,7 +224,7 @@ def _can_capture(table: torch.Tensor, group: Any) -> bool:
 def _kind(sampling: SamplingBatch) -> str:
     """What a graph has to know about sampling when it is captured."""
     if sampling.filtered:
-        return "filtered" + ", top-k" * sampling.ranked + ", top-p" * sampling.nucleus
+        return "filtered" + ", top-k" * sampling.ranked + ", top-p" * sampling.nucleus + ", tempered" * sampling.tempered
     if sampling.greedy:
         return "greedy"
     return "tempered" if sampling.tempered else "plain"

@@ -153,7 +153,7 @@ class Sampler:
                     out: tuple[torch.Tensor, torch.Tensor] | None) -> Draw:  # fmt: skip
         edges = None
         if batch.filtered:
-            shard = Shard(logits_BV, self.valid, self.vocab_size, batch.temperature, self._gather)
+            shard = Shard(logits_BV, self.valid, self.vocab_size, batch.temperature, self._gather, batch.tempered)
             edges = filter_edges(shard, batch.top_k, batch.top_p, batch.min_p, MARGIN, ranked=batch.ranked,
                                  nucleus=batch.nucleus)  # fmt: skip
         return _joined(self._gather(self._fused_partials(logits_BV, batch, positions_B, edges)), batch, out, edges)

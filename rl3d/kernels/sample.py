@@ -2,8 +2,8 @@
 stateless hash, the two best perturbed logits that a filter leaves and the log partition function; and a small kernel that
 joins the blocks.
 
-The hash is :func:`rl3d.generation.noise.log_exponentials`, integer for integer, and so are the roundings to fp32 up to the
-perturbed logits: a draw is the one that torch's operations give.
+The hash is :func:`rl3d.generation.noise.log_exponentials`, integer for integer. Perturbed logits are right to 2e-6, so a
+draw is the one that torch's operations give, or it is said to be close.
 
 Shape legend: B rows, V vocabulary columns of this shard, N blocks (of all shards where they are joined).
 """
@@ -11,9 +11,36 @@ Shape legend: B rows, V vocabulary columns of this shard, N blocks (of all shard
 import torch
 from torch import Tensor
 
-from rl3d.kernels.backend import block_of, constexpr, interpreted, jit, libdevice, tl
+from rl3d.kernels.backend import block_of, constexpr, interpreted, jit, tl
 
 BLOCK = 4096
+
+
+@jit
+def _exponential(uniform, INTERPRETED: constexpr):
+    """-log(1 - u) to 3e-7 of its value: a polynomial (least squares at Chebyshev's points) where the logarithm of what is
+    nearly 1 has few digits, the GPU's own logarithm elsewhere."""
+    near = uniform * 1.1863799095153809 - 1.0840892791748047
+    near = near * uniform + 0.7871947288513184
+    near = near * uniform + 0.0374123640358448
+    near = near * uniform + 0.27235743403434753
+    near = near * uniform + 0.33185362815856934
+    near = near * uniform + 0.5000368356704712
+    near = near * uniform + 0.9999998211860657
+    rest = 1.0 - uniform
+    if INTERPRETED:
+        far = tl.log2(rest)
+    else:
+        far = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [rest], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.where(uniform < 0.5, near * uniform, far * -0.6931471805599453)
+
+
+@jit
+def _perturbed(score, top, temperature, GREEDY: constexpr):
+    """What a score says of logit + noise; rows without noise are scored by the logit itself."""
+    if GREEDY:
+        return score
+    return tl.where(temperature > 0, tl.where(score > 0, top + tl.log(tl.maximum(score, 1e-37)), -float("inf")), score)
 
 
 @jit
@@ -25,10 +52,13 @@ def _partials(logits_ptr, keys_ptr, positions_ptr, vocabulary_ptr, temperature_p
     inside = column < valid
     plain = tl.load(logits_ptr + row * width + column, mask=inside, other=-float("inf")).to(tl.float32)
     scaled = plain
-    perturbed = plain
-    if not GREEDY:
-        temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
+    if PLAIN:
         scaled = tl.div_rn(plain, tl.zeros((BLOCK,), dtype=tl.float32) + tl.where(temperature > 0, temperature, 1.0))
+    top = tl.maximum(tl.max(scaled, axis=0), -3e38)
+    weight = tl.where(inside, tl.exp(scaled - top), 0.0)
+    score = scaled
+    if not GREEDY:
         x = tl.load(keys_ptr + row) + tl.load(positions_ptr + row) * POSITION
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * MUL1
         x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * MUL2
@@ -40,36 +70,29 @@ def _partials(logits_ptr, keys_ptr, positions_ptr, vocabulary_ptr, temperature_p
         y = y & 0x7FFFFFFFFFFFFFFF
         uniform = y.to(tl.float32) * 1.0842021724855044e-19  # 2**-63
         uniform = tl.minimum(tl.maximum(uniform, 1.0842021724855044e-19), 0.99999994039535522)  # 1 - 2**-24
-        if INTERPRETED:  # no libdevice there; float64 rounds to the same fp32 nearly always
-            wide = uniform.to(tl.float64)
-            series = wide + wide * wide / 2 + wide * wide * wide / 3
-            exponential = tl.where(wide < 1e-5, series, -tl.log(1.0 - wide)).to(tl.float32)
-            noise = tl.log(exponential.to(tl.float64)).to(tl.float32)
-        else:
-            noise = libdevice.log(-libdevice.log1p(-uniform))
-        perturbed = scaled - tl.where(temperature > 0, noise, 0.0)
-        perturbed = tl.where(inside, perturbed, -float("inf"))
-    top = tl.maximum(tl.max(scaled, axis=0), -3e38)
+        # the largest of scaled - log(E) is the largest of exp(scaled) / E, without a logarithm for each
+        score = tl.where(temperature > 0, weight / _exponential(uniform, INTERPRETED), scaled)
+        score = tl.where(inside, score, -float("inf"))
     at = out_ptr + (row * blocks + block) * COLUMNS
     if FILTERED:
         exact, loose = tl.load(edges_ptr + row * 3 + 1), tl.load(edges_ptr + row * 3 + 2)
-        perturbed = tl.where(scaled >= loose, perturbed, -float("inf"))
-        widest = tl.max(perturbed, axis=0)
-        first = tl.minimum(tl.min(tl.where(perturbed == widest, column, 2147483647), axis=0), valid - 1)
-        left = tl.sum(tl.where(inside & (scaled >= exact), tl.exp(scaled - top), 0.0), axis=0)
+        score = tl.where(scaled >= loose, score, -float("inf"))
+        widest = tl.max(score, axis=0)
+        first = tl.minimum(tl.min(tl.where(score == widest, column, 2147483647), axis=0), valid - 1)
+        left = tl.sum(tl.where(scaled >= exact, weight, 0.0), axis=0)
         tl.store(at + COLUMNS - 3, (top + tl.log(left)).to(tl.float64))
-        tl.store(at + COLUMNS - 2, widest.to(tl.float64))
+        tl.store(at + COLUMNS - 2, _perturbed(widest, top, temperature, GREEDY).to(tl.float64))
         tl.store(at + COLUMNS - 1, (first + start).to(tl.float64))
-        perturbed = tl.where(scaled >= exact, perturbed, -float("inf"))
-    best = tl.max(perturbed, axis=0)
-    first = tl.min(tl.where(perturbed == best, column, 2147483647), axis=0)  # of equals the lowest
+        score = tl.where(scaled >= exact, score, -float("inf"))
+    best = tl.max(score, axis=0)
+    first = tl.min(tl.where(score == best, column, 2147483647), axis=0)  # of equals the lowest
     first = tl.minimum(first, valid - 1)  # nothing equals the best when all are NaN
-    second = tl.max(tl.where(column == first, -float("inf"), perturbed), axis=0)
-    lse = top + tl.log(tl.sum(tl.where(inside, tl.exp(scaled - top), 0.0), axis=0))
+    second = tl.max(tl.where(column == first, -float("inf"), score), axis=0)
+    lse = top + tl.log(tl.sum(weight, axis=0))
     tl.store(at, lse.to(tl.float64))
-    tl.store(at + 1, best.to(tl.float64))
+    tl.store(at + 1, _perturbed(best, top, temperature, GREEDY).to(tl.float64))
     tl.store(at + 2, (first + start).to(tl.float64))
-    tl.store(at + 3, second.to(tl.float64))
+    tl.store(at + 3, _perturbed(second, top, temperature, GREEDY).to(tl.float64))
     tl.store(at + 4, tl.sum(tl.where(column == first, scaled, 0.0), axis=0).to(tl.float64))
     if PLAIN:
         top = tl.maximum(tl.max(plain, axis=0), -3e38)

@@ -30,18 +30,20 @@ _WIDE = 32  # of a row's state: lo, hi, limit, above lo, above hi in four column
 
 
 @jit
-def _scaled(logits_ptr, temperature_ptr, row, width, column, valid, BLOCK: constexpr):
+def _scaled(logits_ptr, temperature_ptr, row, width, column, valid, TEMPERED: constexpr, BLOCK: constexpr):
     """Logits over the temperature, rounded as the draw rounds them; -inf behind the shard's end."""
     x = tl.load(logits_ptr + row * width + column, mask=column < valid, other=-float("inf")).to(tl.float32)
+    if not TEMPERED:
+        return x
     temperature = tl.load(temperature_ptr + row)
     return tl.div_rn(x, tl.zeros((BLOCK,), dtype=tl.float32) + tl.where(temperature > 0, temperature, 1.0))
 
 
 @jit
-def _extent(logits_ptr, temperature_ptr, out_ptr, width, valid, blocks, BLOCK: constexpr):
+def _extent(logits_ptr, temperature_ptr, out_ptr, width, valid, blocks, TEMPERED: constexpr, BLOCK: constexpr):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
-    x = _scaled(logits_ptr, temperature_ptr, row, width, column, valid, BLOCK)
+    x = _scaled(logits_ptr, temperature_ptr, row, width, column, valid, TEMPERED, BLOCK)
     best = tl.max(x, axis=0)
     top = tl.maximum(best, -3e38)
     at = out_ptr + (row * blocks + block) * 2
@@ -51,13 +53,13 @@ def _extent(logits_ptr, temperature_ptr, out_ptr, width, valid, blocks, BLOCK: c
 
 @jit
 def _above(logits_ptr, temperature_ptr, state_ptr, frame_ptr, out_ptr, width, valid, blocks, COUNT: constexpr,
-           WIDE: constexpr, THRESHOLDS: constexpr, BLOCK: constexpr):  # fmt: skip
+           WIDE: constexpr, THRESHOLDS: constexpr, TEMPERED: constexpr, BLOCK: constexpr):  # fmt: skip
     """Entries, or their probability, above each of the frame's thresholds and not above its end."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     frame = frame_ptr + row * 8
     if tl.load(frame + THRESHOLDS + 1) > 0:
         column = block * BLOCK + tl.arange(0, BLOCK)
-        x = _scaled(logits_ptr, temperature_ptr, row, width, column, valid, BLOCK)
+        x = _scaled(logits_ptr, temperature_ptr, row, width, column, valid, TEMPERED, BLOCK)
         inside = (column < valid) & (x <= tl.load(frame + THRESHOLDS))
         weight = tl.where(inside, 1.0, 0.0)
         if not COUNT:
@@ -158,11 +160,12 @@ def _open_ranks(extent_ptr, state_ptr, frame_ptr, temperature_ptr, top_k_ptr, bl
 
 
 @jit
-def _beyond(logits_ptr, temperature_ptr, ranks_ptr, out_ptr, width, valid, blocks, WIDE: constexpr, BLOCK: constexpr):
+def _beyond(logits_ptr, temperature_ptr, ranks_ptr, out_ptr, width, valid, blocks, WIDE: constexpr, TEMPERED: constexpr,
+            BLOCK: constexpr):  # fmt: skip
     """Probability above the lower end of top-k's bracket: of what it leaves."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
-    x = _scaled(logits_ptr, temperature_ptr, row, width, column, valid, BLOCK)
+    x = _scaled(logits_ptr, temperature_ptr, row, width, column, valid, TEMPERED, BLOCK)
     whole, lo = tl.load(ranks_ptr + row * WIDE + 20).to(tl.float32), tl.load(ranks_ptr + row * WIDE).to(tl.float32)
     mass = tl.where((column < valid) & (x > lo), tl.exp(x - whole), 0.0)
     tl.store(out_ptr + row * blocks + block, tl.sum(mass, axis=0))
@@ -224,7 +227,7 @@ class Shard:
     Attributes:
         logits_BV: fp32 or a 16-bit dtype, rows contiguous; columns from ``valid`` on are padding.
         size: of the whole vocabulary.
-        temperature_B: fp32; rows of 0 are not filtered.
+        temperature_B: fp32; rows of 0 are not filtered. ``tempered``: whether any is neither 0 nor 1.
         gather: joins [B, n, m] of all ranks along dimension 1.
     """
 
@@ -233,6 +236,7 @@ class Shard:
     size: int
     temperature_B: Tensor
     gather: Callable[[Tensor], Tensor]
+    tempered: bool = True
 
     def blocks(self) -> int:
         """Blocks of every rank's shard, padding included: as many everywhere."""
@@ -242,7 +246,7 @@ class Shard:
         """Run a kernel over rows and blocks; what all ranks' blocks found."""
         grid = (len(self.logits_BV), self.blocks())
         kernel[grid](self.logits_BV, self.temperature_B, *state, out, self.logits_BV.stride(0), self.valid,  # type: ignore[index]
-                     self.blocks(), BLOCK=BLOCK, num_warps=8, **options)  # fmt: skip
+                     self.blocks(), TEMPERED=self.tempered, BLOCK=BLOCK, num_warps=8, **options)  # fmt: skip
         return self.gather(out).contiguous()
 
 

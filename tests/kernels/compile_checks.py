@@ -23,7 +23,7 @@ from rl3d.generation.noise import sequence_key
 from rl3d.generation.sampler import Sampler, SamplingBatch
 from rl3d.kernels import paged_attention, strided_copy
 
-HELPERS = {"_scaled", "_joined", "_after", "_save", "_log_sum_exp"}  # called by kernels
+HELPERS = {"_scaled", "_joined", "_after", "_save", "_log_sum_exp", "_exponential", "_perturbed"}  # called by kernels
 COMPILED: set[str] = set()
 CPU = torch.device("cpu")
 
