@@ -8,9 +8,8 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-    from triton.language.extra import libdevice
 except ImportError:  # a torch build without Triton: every kernel has its torch twin
-    triton, tl, libdevice = None, None, None
+    triton, tl = None, None
 
 constexpr: Any = None if tl is None else tl.constexpr
 
