@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--later", type=int, default=3, help="batches after the first of each round; 3")
     parser.add_argument("--transport", choices=("auto", "peer", "p2p"), default="auto", help="auto")
     parser.add_argument("--cache-strategy", choices=("adaptive", "full", "lightweight"), default="full",
-                        help="of the key/value cache; with full it stays, and so do captured graphs; full")  # fmt: skip
+                        help="of the key/value cache; with full its memory stays while training; full")  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto")
     parser.add_argument("--shape", nargs="+", default=[], metavar="KEY=VALUE",
                         help="other values of the model's config.json, as in num_hidden_layers=4")  # fmt: skip

@@ -301,9 +301,9 @@ class RolloutConfig(Section):
     )
     cache_strategy: Literal["adaptive", "full", "lightweight"] = Field(
         default="adaptive",
-        description="Key/value cache. adaptive: what a batch needs, freed for training; full: the most there can be, kept, "
-        "and with it the captured decode steps of a GPU; lightweight: a quarter of what a batch needs, freed after it, more "
-        "recomputation.",
+        description="Key/value cache. adaptive: what a batch needs, freed for training; full: the most there can be, kept; "
+        "lightweight: a quarter of what a batch needs, freed after it, more recomputation. Captured decode steps of a GPU "
+        "stay with all of them, and so does the memory that they compute in.",
     )
     seed: int | None = Field(default=None, description="Seed of the sampling noise; null: trainer.seed.")
 

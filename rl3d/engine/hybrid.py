@@ -206,6 +206,7 @@ class HybridEngine:
                 if generator is not None:
                     report.cache_bytes = -generator.release_cache()
                     report.freed["KV cache"] = -report.cache_bytes
+                    report.graph_bytes = getattr(generator, "graph_bytes", 0)
 
         undo = None if generator is None else generator.allocate_cache
         switch.stage("release the KV cache", release, undo, together=True)
@@ -275,8 +276,7 @@ class HybridEngine:
         generator = self.side.generator
         if not isinstance(generator, MegatronGenerator) or self._strategy in (None, generator.cache_strategy):
             return
-        generator.drop_cache()
-        generator.cache_strategy = self._strategy
+        generator.set_strategy(self._strategy)
         if self.mode == GENERATION:
             generator.allocate_cache()
 

@@ -28,6 +28,7 @@ class SwitchReport:
         arena_bytes, alias_bytes: generation weights in memory of their own, and in that of the training weights.
         host_bytes: buffers in host memory that hold parked state now.
         host_copied: bytes copied to the host; less than was parked where a copy there was still good.
+        graph_bytes: on the device, kept for captured decode steps, which outlive the cache's memory.
         verified: parameters whose fingerprints were compared.
         spans: every stage with its start, for a trace.
     """
@@ -50,6 +51,7 @@ class SwitchReport:
     alias_bytes: int = 0
     host_bytes: int = 0
     host_copied: int = 0
+    graph_bytes: int = 0
     verified: int = 0
     spans: list[Span] = field(default_factory=list, repr=False)
 

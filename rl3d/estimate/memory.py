@@ -63,7 +63,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Most bytes allocated at a time: to be compared with ``torch.cuda.max_memory_allocated``."""
+        """Most bytes allocated at a time: to be compared with :class:`rl3d.utils.peaks.PhasePeaks`."""
         return self.peak_phase.bytes
 
     @property

@@ -12,6 +12,8 @@ BUCKET_BYTES = 256 << 20
 """Most of the parameters that travel together to an engine with a model of its own (one that is larger travels alone)."""
 PAGE_SIZE = {"cpu": 16, "cuda": 32}
 """Tokens of a page of the key/value cache, where nothing else is asked for."""
+MAPPED_BYTES = {"cpu": 4096, "cuda": 2 << 20}
+"""Pieces in which memory is mapped under the cache's addresses; keys and values of each layer begin with one."""
 _DRAW = 28  # bytes for each logit: three int64 of the noise's hash, the scaled logit
 
 
@@ -26,10 +28,16 @@ def generation_weights(arch: Architecture, padded_vocab: int, train: TrainLayout
 
 def cache_bytes(arch: Architecture, gen: GenLayout, settings: MemorySettings) -> int:
     """The pool's most: every slot can hold the longest sequence, and one page is scratch."""
+    return _cache_bytes(arch, gen, settings, MAPPED_BYTES[settings.device])
+
+
+def _cache_bytes(arch: Architecture, gen: GenLayout, settings: MemorySettings, piece: int = 1) -> int:
+    """Keys and values of each layer are made of whole pieces."""
     page = PAGE_SIZE[settings.device]
     tokens = (settings.max_sequences * -(-settings.max_sequence_length // page) + 1) * page
     heads = max(arch.num_kv_heads // gen.tp, 1)
-    return arch.num_layers * 2 * tokens * heads * arch.head_dim * settings.element
+    pool = tokens * heads * arch.head_dim * settings.element
+    return arch.num_layers * 2 * -(-pool // piece) * piece
 
 
 def vllm_cache_bytes(arch: Architecture, padded_vocab: int, gen: GenLayout, settings: MemorySettings) -> int:
@@ -38,9 +46,9 @@ def vllm_cache_bytes(arch: Architecture, padded_vocab: int, gen: GenLayout, sett
     if settings.vllm_cache is not None:
         return settings.vllm_cache
     if settings.device_bytes is None:
-        return cache_bytes(arch, gen, settings)
+        return _cache_bytes(arch, gen, settings)
     taken = vllm_weights(arch, padded_vocab, gen, settings) + working_bytes(arch, padded_vocab, gen, settings)
-    least = cache_bytes(arch, gen, replace(settings, max_sequences=1))
+    least = _cache_bytes(arch, gen, replace(settings, max_sequences=1))
     return max(int(settings.vllm_share * settings.device_bytes) - taken, least)
 
 

@@ -1,8 +1,10 @@
 """Whole decode steps as CUDA graphs: forward pass, collectives, the draw and the move to the next position, one replay.
 
 A graph belongs to a bucket: a number of rows, a number of table columns and the kind of sampling. It is captured when it
-is first needed and stays: weights are replaced in place, and only pools at a new address (``epoch``) void it. Rows and
-columns beyond the batch change nothing, because every kernel treats a row by itself and splits are of a fixed size.
+is first needed and stays, while training too: weights are replaced in place, and only pools at a new address (``epoch``)
+void it. What pages there are does not matter: the table has columns for the longest sequence always, and addresses of the
+pools and distances between their pages and layers stay (:mod:`rl3d.generation.elastic`). Rows and columns beyond the batch
+change nothing, because every kernel treats a row by itself and splits are of a fixed size.
 
 Without CUDA the same step runs eagerly, in the same buckets.
 """
@@ -105,6 +107,7 @@ class DecodeRunner:
         self._captured: dict[tuple[int, int, str], Any] = {}
         self._epoch: int | None = None
         self._pool: Any = None
+        self._graph_bytes = 0
         self._turn = 0
         runtime = bootstrap.current()
         if body.group is not None and runtime is not None:
@@ -118,12 +121,17 @@ class DecodeRunner:
         """Graphs that exist."""
         return len(self._captured)
 
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of device memory that torch keeps for what graphs compute in and leave behind; one pool for all of them."""
+        return self._graph_bytes
+
     def forget(self) -> None:
-        """Drop the graphs and the memory that they hold, for example while training."""
+        """Drop the graphs and the memory that they hold (:attr:`graph_bytes`)."""
         for graph in self._captured.values():
             graph.reset()
         self._captured.clear()
-        self._pool = None
+        self._pool, self._graph_bytes = None, 0
 
     def load(self, tokens_B: torch.Tensor, positions_B: torch.Tensor, sampling: SamplingBatch) -> None:
         """A batch of other members: newest tokens, their positions, and how to draw, in the order of the table's rows."""
@@ -199,7 +207,9 @@ class DecodeRunner:
         # other threads (the control channel's listener, NCCL's watchdog) may use CUDA meanwhile
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                before = torch.cuda.memory_reserved(self.table.device)
                 self._compute(key)
+                self._graph_bytes += max(0, torch.cuda.memory_reserved(self.table.device) - before)
         except RuntimeError as error:
             if self.body.group is None:
                 raise

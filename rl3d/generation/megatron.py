@@ -92,9 +92,11 @@ class MegatronGenerator:
             attention.hidden_size_per_attention_head,
             page_size=page_size,
             pages=self.pool.pages,
+            capacity=pages or wanted_pages("full", (), page_size, max_sequences, max_sequence_length),
             dtype=dtype,
             device=self.device,
         )
+        self.cache.agree(self.group)
         self.context = GenerationContext(self.cache, max_sequence_length)
         self.body: Body = make_body(model, self.context, self.group, body)
         self.sampler = Sampler(vocab_size, model.vocab_size, self.group, self.device)
@@ -126,6 +128,11 @@ class MegatronGenerator:
         """Bytes of the cache on this rank now; 0 when it is released."""
         return self.cache.nbytes
 
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that torch keeps for captured decode steps on this rank, while training too; 0 without them."""
+        return 0 if self.runner is None else self.runner.graph_bytes
+
     def allocate_cache(self) -> int:
         """Allocate the cache as far as it is known what will be needed; returns the bytes newly allocated.
 
@@ -134,42 +141,61 @@ class MegatronGenerator:
         return self._provide(self._last_needs)
 
     def release_cache(self) -> int:
-        """Free the cache while training (with ``full`` it stays, and its contents are forgotten); the bytes freed."""
+        """Free the cache while training (with ``full`` it stays, and its contents are forgotten); the bytes freed.
+
+        Captured decode steps stay as long as the cache keeps its address, and so does what they compute in:
+        :attr:`graph_bytes`.
+        """
         if self.cache_strategy == "full" and self._fixed_pages is None:
             self.pool.forget()
             return 0
-        return self.drop_cache()
+        return self._free_cache()
 
     def drop_cache(self) -> int:
-        """Free the cache, whatever the strategy; the bytes."""
-        self.pool.reset(self._fixed_pages or 0)
+        """Free the cache, whatever the strategy, and captured steps with it; the bytes of the cache."""
         if self.runner is not None:
+            self.runner.forget()
+        return self._free_cache()
+
+    def set_strategy(self, strategy: str) -> None:
+        """Another strategy of the cache from now on. The cache of before is freed."""
+        self._free_cache()
+        self.cache_strategy = strategy
+
+    def _free_cache(self) -> int:
+        self.pool.reset(self._fixed_pages or 0)
+        if self.runner is not None and self.cache.elastic is None:  # graphs of addresses that do not come back
             self.runner.forget()
         return self.cache.deallocate()
 
     def _provide(self, needs: Sequence[int]) -> int:
         """Have a pool for sequences of so many tokens; returns the bytes newly allocated."""
-        pages = self._fixed_pages
-        if pages is None:
-            pages = wanted_pages(
-                self.cache_strategy, needs, self.pool.page_size, self.max_sequences, self.max_sequence_length
+        if self._fixed_pages is not None:
+            return self.cache.allocate(self._fixed_pages)
+        pages = wanted_pages(self.cache_strategy, needs, self.pool.page_size, self.max_sequences, self.max_sequence_length)
+        least = self.pool.pages_for(max(needs, default=0))
+        held, wanted = self.pool.pages if self.cache.nbytes else 0, pages
+        # what memory did not allow before is not tried again: the pool keeps its contents
+        if self.cache.nbytes and pages <= max(self._wanted, held) and least <= held:
+            return 0
+        if self.cache.elastic is None:  # it cannot grow where it is
+            self.pool.reset(0)
+            self.cache.deallocate()
+            held = 0
+        affordable = affordable_pages(self.cache, pages + 1, self.device, self.group)  # one page is scratch
+        pages = pages if affordable is None else min(pages, affordable - 1)
+        if pages < least:
+            raise GenerationError(
+                f"the key/value cache gets {max(pages, 0)} pages of {self.pool.page_size} tokens from the free memory "
+                f"of {self.device}, the longest sequence needs {least}; free memory, shorten max_new_tokens or raise tp"
             )
-            least = self.pool.pages_for(max(needs, default=0))
-            # what memory did not allow before is not tried again: the pool keeps its address and its contents
-            if self.cache.nbytes and pages <= max(self._wanted, self.pool.pages) and least <= self.pool.pages:
-                return 0
-            self._wanted = pages
-            self.cache.deallocate()  # before looking at what is free
-            affordable = affordable_pages(self.cache.page_bytes, self.device, self.group)
-            pages = pages if affordable is None else min(pages, affordable - 1)  # one page is scratch
-            if pages < least:
-                raise GenerationError(
-                    f"the key/value cache gets {max(pages, 0)} pages of {self.pool.page_size} tokens from the free memory "
-                    f"of {self.device}, the longest sequence needs {least}; free memory, shorten max_new_tokens or raise tp"
-                )
+        new = self.cache.allocate(pages) if pages > held else 0
+        if held:
+            self.pool.extend(max(pages, held))
+        else:
             self.pool.reset(pages)
-        self.cache.pages = pages
-        return self.cache.allocate() if pages else 0
+        self._wanted = wanted
+        return new
 
     # ---- generation
 
@@ -257,7 +283,7 @@ class MegatronGenerator:
                 scheduler.release_all()
                 self.pool.forget()
             if self.cache_strategy == "lightweight":
-                self.drop_cache()
+                self.release_cache()
         return [s.result for s in sequences]
 
     def abort(self, request_id: str) -> None:

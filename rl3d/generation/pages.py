@@ -40,6 +40,12 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()  # longest unused first
 
+    def extend(self, pages: int) -> None:
+        """Have so many pages, more than now; those that there are keep their holders and their contents."""
+        self._free = list(range(pages, self.pages, -1)) + self._free
+        self._holders += [0] * (pages - self.pages)
+        self.pages = pages
+
     def forget(self) -> None:
         """Forget the contents (the weights changed); pages that sequences hold stay theirs."""
         self._free += self._kept

@@ -3,6 +3,8 @@
 - ``full``: every slot can hold the longest sequence, and the pool stays while training.
 - ``adaptive``: the slots can hold the longest sequences of the batch at hand; freed while training.
 - ``lightweight``: a quarter of that, freed after every batch; sequences that run out of pages are computed again.
+
+Freed is the memory, not the address (:mod:`rl3d.generation.elastic`): captured decode steps outlive it.
 """
 
 from collections.abc import Sequence
@@ -10,6 +12,9 @@ from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
+
+from rl3d.generation.kv_cache import KVCache
+from rl3d.utils import device_memory
 
 CacheStrategy = Literal["full", "adaptive", "lightweight"]
 STRATEGIES: tuple[str, ...] = get_args(CacheStrategy)
@@ -31,15 +36,23 @@ def wanted_pages(strategy: str, needs: Sequence[int], page_size: int, max_sequen
     return total
 
 
-def affordable_pages(page_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> int | None:
-    """Pages that fit into the free memory of every rank of a replica; ``None`` on a CPU. Collective on CUDA.
+def affordable_pages(cache: KVCache, wanted: int, device: torch.device, group: dist.ProcessGroup | None) -> int | None:
+    """Of ``wanted`` pages, page 0 included, those for which every rank of a replica has memory; ``None`` on a CPU.
 
-    Memory that torch keeps for itself counts as free when it is in no use.
+    Collective on CUDA. Memory that torch keeps and nobody uses counts as free, and so does what the cache has already; a
+    cap on torch's allocator is one on both.
     """
     if device.type != "cuda":
         return None
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    pages = int(free * FREE_SHARE) // page_bytes
+    if cache.elastic is None:  # torch's own, which it need not give back first
+        free = device_memory.available_bytes(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        pages = cache.pages_in(int(free * FREE_SHARE))
+    else:
+        more = cache.bytes_of(wanted) - cache.nbytes
+        free = device_memory.available_bytes(device, more / FREE_SHARE)
+        pages = cache.pages_in(cache.nbytes + int(free * FREE_SHARE))
+    pages = min(pages, wanted)
     if group is not None:
         least = torch.tensor([pages], device=device)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group)

@@ -30,9 +30,11 @@ def plan(arch=LLAMA, train="tp1.pp1.zero1", world=1, gen="tp1", **settings):
 
 
 def test_a_token_of_llama_2_7b_takes_half_a_mebibyte_of_cache():
-    settings = MemorySettings(max_sequences=3, max_sequence_length=64)
-    assert cache_bytes(LLAMA, GenLayout(1), settings) == (3 * 64 + 32) * (512 << 10)  # 2 x 32 layers x 4096 x 2 bytes
-    assert cache_bytes(LLAMA, GenLayout(4), settings) == (3 * 64 + 32) // 4 * (512 << 10)
+    settings = MemorySettings(max_sequences=3, max_sequence_length=672)
+    assert cache_bytes(LLAMA, GenLayout(1), settings) == (3 * 672 + 32) * (512 << 10)  # 2 x 32 layers x 4096 x 2 bytes
+    assert cache_bytes(LLAMA, GenLayout(4), settings) == (3 * 672 + 32) // 4 * (512 << 10)
+    small = MemorySettings(max_sequences=3, max_sequence_length=64)  # 224 tokens, 1.75 MiB a layer, mapped in 2 MiB
+    assert cache_bytes(LLAMA, GenLayout(1), small) == 2 * 32 * (2 << 20)
 
 
 def test_zero_divides_what_its_paper_says():
@@ -212,15 +214,21 @@ def test_a_shape_by_file_is_checked_like_any_model(tmp_path):
 def test_the_cache_is_for_the_sequences_that_a_step_has():
     """The built-in engine makes its cache for a batch; with the strategy ``full``, and in vLLM, for the largest."""
 
-    def at_once(*overrides: str) -> float:
+    def at_once(*overrides: str) -> set[int]:
+        """So many sequences; memory comes in pieces, so a few numbers may take the same."""
         cfg = load_config("tiny_learns", ["layout.device=cpu", "layout.ranks=4", "rollout.max_sequences=64", *overrides])
         request = Request.of(resolve(cfg, world_size=4, gpus=0), random_config(cfg.model.random.config))
-        one = cache_bytes(request.arch, request.gen, replace(request.settings, max_sequences=1))
-        two = cache_bytes(request.arch, request.gen, replace(request.settings, max_sequences=2))
-        return 1 + (request.plan().phase("generation").items["KV cache"] - one) / (two - one)
+        size = request.plan().phase("generation").items["KV cache"]
+        counts = {
+            n: cache_bytes(request.arch, request.gen, replace(request.settings, max_sequences=n)) for n in range(1, 80)
+        }
+        return {n for n, found in counts.items() if found == size}
 
     few = ["algorithm.batch_size=6", "algorithm.mini_batch_size=6", "rollout.n=4"]
-    assert at_once(*few, "layout.gen=tp4") == 24
-    assert at_once(*few, "layout.gen=tp1") == 8  # two of six prompts on the fullest of four replicas
-    assert at_once(*few, "layout.gen=tp4", "rollout.max_sequences=16") == 16
-    assert at_once(*few, "layout.gen=tp4", "rollout.cache_strategy=full") == 64
+    found = [
+        at_once(*few, "layout.gen=tp4"), at_once(*few, "layout.gen=tp1"),
+        at_once(*few, "layout.gen=tp4", "rollout.max_sequences=16"),
+        at_once(*few, "layout.gen=tp4", "rollout.cache_strategy=full"),
+    ]  # fmt: skip
+    # with tp1 two of six prompts on the fullest of four replicas
+    assert all(n in numbers and len(numbers) < 4 for n, numbers in zip((24, 8, 16, 64), found, strict=True)), found

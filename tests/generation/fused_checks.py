@@ -172,8 +172,14 @@ def steps(device: torch.device) -> dict[str, Any]:
     again = engines["graphs"].generate(requests)
     assert again == engines["eager"].generate(requests), "weights replaced in place are seen"
     assert again != answers["graphs"] and runner.captured == captured, "and nothing is captured again"
-    engines["graphs"].release_cache()
-    assert engines["graphs"].generate(requests) == again, "pools at another address void the graphs"
+    engine = engines["graphs"]
+    engine.release_cache()
+    assert engine.generate(requests) == again and engine.cache.epoch == 1, "memory that comes back is where it was"
+    assert runner.captured == captured, "and graphs read it there"
+    engine.cache.use_torch()
+    old = list(runner._captured.values())
+    assert engine.generate(requests) == again and engine.cache.epoch == 2, "pools at another address void the graphs"
+    assert runner.captured == captured and not any(g is o for g in runner._captured.values() for o in old)
     pairs = [(a, b) for x, y in zip(answers["graphs"], answers["modules"], strict=True)
              for a, b in zip(x.token_ids, y.token_ids, strict=True)]  # fmt: skip
     return {"graphs": captured, "tokens": len(pairs), "other_kernels_agree": sum(a == b for a, b in pairs) / len(pairs)}

@@ -1,7 +1,9 @@
 """What one engine does with a request: stops, limits, errors, memory and versions (one process, TP = 1)."""
 
 from collections.abc import Iterator
+from mmap import PAGESIZE
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,18 +176,20 @@ def test_a_continued_sequence_draws_what_it_would_have_drawn(engine: Any) -> Non
     assert whole[6:] == rest
 
 
-PAGE_BYTES = 3 * 2 * 16 * 4 * 8 * 4  # layers, keys and values, tokens, heads, dim, fp32
+def cache_of(pages: int) -> int:
+    """So many pages: of 3 layers, keys and values, each 16 tokens, 4 heads, 8 dims of fp32 and mapped by itself."""
+    return 3 * 2 * -(-pages * 16 * 4 * 8 * 4 // PAGESIZE) * PAGESIZE
 
 
 def test_the_cache_has_the_size_of_the_batch_and_can_be_released(model: Path, groups: Any) -> None:
     engine = build_engine(str(model), groups)
     assert engine.allocate_cache() == 0 == engine.cache_bytes  # nothing is known of what will come
     before = engine.generate([Request(PROMPT, GREEDY)])[0].token_ids  # 26 tokens, two pages and scratch
-    assert engine.cache_bytes == 3 * PAGE_BYTES
+    assert engine.cache_bytes == cache_of(3)
     engine.generate([Request(PROMPT, SamplingParams(4, n=9))])  # four slots of one page
-    assert engine.cache_bytes == 5 * PAGE_BYTES
-    assert engine.release_cache() == 5 * PAGE_BYTES and engine.cache_bytes == 0 and engine.release_cache() == 0
-    assert engine.allocate_cache() == 5 * PAGE_BYTES and engine.allocate_cache() == 0
+    assert engine.cache_bytes == cache_of(5)
+    assert engine.release_cache() == cache_of(5) and engine.cache_bytes == 0 and engine.release_cache() == 0
+    assert engine.allocate_cache() == cache_of(5) and engine.allocate_cache() == 0
     engine.release_cache()
     assert engine.generate([Request(PROMPT, GREEDY)])[0].token_ids == before
 
@@ -193,17 +197,29 @@ def test_the_cache_has_the_size_of_the_batch_and_can_be_released(model: Path, gr
 def test_cache_strategies_differ_in_memory_and_not_in_results(model: Path, groups: Any) -> None:
     requests = [Request(PROMPT, SamplingParams(40, n=2, seed=4), (0, i, 0)) for i in range(3)]
     full, light, usual = (build_engine(str(model), groups, cache_strategy=s) for s in ("full", "lightweight", "adaptive"))
-    assert full.allocate_cache() == (4 * MAX_LENGTH // 16 + 1) * PAGE_BYTES
+    assert full.allocate_cache() == cache_of(4 * MAX_LENGTH // 16 + 1)
     during: list[int] = []
     tokens = [[r.token_ids for r in engine.generate(requests)] for engine in (full, usual)]
     results = light.generate(requests, on_step=lambda _: during.append(light.cache_bytes))
     assert tokens[0] == tokens[1] == [r.token_ids for r in results]
     # 46 tokens take three pages; four slots twelve, a quarter of that three
-    assert usual.cache_bytes == 13 * PAGE_BYTES and set(during) == {4 * PAGE_BYTES} and light.counts.preempted > 0
-    assert (full.release_cache(), light.release_cache(), usual.release_cache()) == (0, 0, 13 * PAGE_BYTES)
-    assert light.cache_bytes == 0 and full.cache_bytes == 25 * PAGE_BYTES
+    assert usual.cache_bytes == cache_of(13) and set(during) == {cache_of(4)} and light.counts.preempted > 0
+    assert (full.release_cache(), light.release_cache(), usual.release_cache()) == (0, 0, cache_of(13))
+    assert light.cache_bytes == 0 and full.cache_bytes == cache_of(25)
     with pytest.raises(ValueError, match="cache_strategy = 'most', expected one of full"):
         build_engine(str(model), groups, cache_strategy="most")
+
+
+def test_a_larger_batch_has_more_pages_and_finds_the_prompts_of_the_one_before(model: Path, groups: Any) -> None:
+    engine = build_engine(str(model), groups)
+    prompt = list(range(3, 43))  # two pages of 16 and a half
+    few, many = (Request(prompt, SamplingParams(4, n=n), (0, n, 0)) for n in (1, 4))
+    engine.generate([few])
+    assert (engine.pool.pages, engine.cache_bytes, engine.counts.prefilled) == (3, cache_of(4), 40)
+    grown = engine.generate([many])
+    assert (engine.pool.pages, engine.cache_bytes, engine.counts.prefilled) == (12, cache_of(13), 8)
+    assert [r.token_ids for r in grown] == [r.token_ids for r in build_engine(str(model), groups).generate([many])]
+    assert engine.pool.available == 12 and len({engine.pool.allocate() for _ in range(12)}) == 12
 
 
 def test_a_pool_that_memory_limits_is_kept_and_gives_way(model: Path, groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,16 +479,31 @@ def test_a_stream_yields_as_sequences_end_and_can_be_left(engine: Any) -> None:
         list(stream(engine, [Request(PROMPT, GREEDY, request_id="1"), Request(PROMPT, GREEDY)]))
 
 
-def test_a_kept_cache_keeps_its_address_between_switches(model: Path, groups: Any) -> None:
-    """What captured graphs need: nothing between two batches moves the pools or drops what was captured."""
-    engine = build_engine(str(model), groups, cache_strategy="full", fused=True)
-    request = Request(PROMPT, SamplingParams(12))
-    before = engine.generate([request])[0].token_ids
+@pytest.mark.parametrize("strategy", ["full", "adaptive", "lightweight"])
+def test_the_cache_keeps_its_address_between_switches(model: Path, groups: Any, strategy: str) -> None:
+    """What captured graphs need: nothing between two batches moves the pools or drops what was captured, whatever there is
+    of memory."""
+    engine = build_engine(str(model), groups, cache_strategy=strategy, fused=True)
+    requests = [Request(PROMPT, SamplingParams(12, n=n), (0, n, 0)) for n in (1, 5, 2)]
+    before = [engine.generate([r]) for r in requests]
     place, epoch = engine.cache.keys.data_ptr(), engine.cache.epoch
-    engine.runner._captured["kept"] = None  # stands for a graph; on a CPU there are none
-    for version in (1, 2):
+    engine.runner._captured["kept"] = SimpleNamespace(reset=lambda: None)  # stands for a graph; on a CPU there are none
+    held = []
+    for version, (request, expected) in enumerate(zip([*requests, requests[0]], [*before, before[0]], strict=True)):
         engine.release_cache()
         engine.weights_version = version
         engine.allocate_cache()
-        assert engine.generate([request])[0].token_ids == before
+        assert engine.generate([request]) == expected
+        held.append(engine.cache_bytes)
     assert (engine.cache.keys.data_ptr(), engine.cache.epoch) == (place, epoch) and "kept" in engine.runner._captured
+    assert (len(set(held)) > 1) == (strategy == "adaptive") and (held[-1] == 0) == (strategy == "lightweight")
+    if strategy == "adaptive":  # memory of torch's is somewhere else each time
+        engine.cache.use_torch()
+        assert engine.generate([requests[0]]) == before[0]
+        assert engine.cache.epoch == epoch + 1 and not engine.runner._captured, "pools at another address void graphs"
+        engine.runner._captured["kept"] = SimpleNamespace(reset=lambda: None)
+        engine.release_cache()
+        assert not engine.runner._captured
+        return
+    engine.drop_cache()
+    assert engine.cache_bytes == 0 and not engine.runner._captured, "who asks for all of it gets the graphs' memory, too"
