@@ -110,3 +110,26 @@ def test_one_process_needs_no_group(move):
     whole[FC1].data = torch.full_like(whole[FC1], 3.0)
     resharder.run()
     assert torch.equal(dst[0][FC1], torch.full((16, 8), 3.0))
+
+
+def test_what_changes_between_runs_is_checked_again(move):
+    _, _, dst, arrays = move
+    one = ShardLayout.training(Mesh(1, 1, 1), 2)
+    plan = build_plan(SPECS, one, ShardLayout.generation(GenMesh(1, (0,)), 2))
+    whole = {n: t.clone() for n, t in oracle.to_torch(SPECS, arrays).items()}
+    resharder = Resharder(plan, 0, None, whole, dst[0], "cpu")
+    resharder.run()
+    right = whole[FC1].data
+    for wrong, message in ((right.view(8, 16), "expected shape"), (right.view(torch.int32), "expected dtype"),
+                           (right.t().contiguous().t(), "contiguous")):  # fmt: skip
+        whole[FC1].data = wrong
+        with pytest.raises(ReshardError, match=message):
+            resharder.run()
+        with pytest.raises(ReshardError, match=message):
+            resharder.run()  # and is not taken for sound the next time
+    whole[FC1].data = right
+    resharder.run()
+    name = next(n for n in whole if n != FC1)
+    resharder.src[name].untyped_storage().resize_(0)
+    with pytest.raises(ReshardError, match="its memory has been released"):
+        resharder.run()
