@@ -23,7 +23,7 @@ from rl3d.layout.sharding import ShardLayout
 from rl3d.reshard.executor import Resharder
 from rl3d.reshard.fingerprint import compare, fingerprint_shards, replica_differences
 from rl3d.reshard.plan import Plan
-from rl3d.utils.profiling import record_switch
+from rl3d.utils.profiling import record_switch, switches_are_profiled
 
 __all__ = [
     "GENERATION", "TRAINING", "HybridEngine", "ModeError", "NonFiniteWeightsError", "SwitchError", "SwitchReport",
@@ -336,7 +336,10 @@ class HybridEngine:
         visiting = self.train.zero.rests_on_host and report.direction == "to_generation"
         if visiting:  # from the host for this move only
             resharder.src = self.train.weights
-        report.add_move(resharder.run())
+        if isinstance(resharder, WeightFeed):
+            report.add_move(resharder.run())
+        else:
+            report.add_move(resharder.run(measure_link=switches_are_profiled()))
         if visiting:
             resharder.release()
 

@@ -20,6 +20,8 @@ class SwitchReport:
         move_seconds: of the move, by kind: ``local`` copies, ``stage`` (into and out of staging memory), ``copy`` between
             ranks, ``wait`` for other ranks.
         received_by_link: payload bytes from ranks ``inside`` the node and ``between`` nodes.
+        inside: how those inside came: out of ``memory`` of the own device, of a ``peer``'s GPU, or in ``messages``.
+        peer_gb_per_s: what one copy from a peer's GPU reaches, once it was measured.
         allocated, freed: bytes on the device by what they were for: ``KV cache``, ``training copy``, ``gradients``,
             ``optimizer state``, ``generation weights``.
         source: what was moved: ``weights``, or ``partitions`` where the gather after the last step was left out; in
@@ -40,6 +42,8 @@ class SwitchReport:
     bytes_sent: int = 0
     bytes_received: int = 0
     received_by_link: dict[str, int] = field(default_factory=dict)
+    inside: str = ""
+    peer_gb_per_s: float | None = None
     staging_bytes: int = 0
     cache_bytes: int = 0
     allocated: dict[str, int] = field(default_factory=dict)
@@ -76,6 +80,7 @@ class SwitchReport:
         self.move_seconds = totals(moved.spans, depth=1)
         self.spans += moved.spans
         self.received_by_link = moved.received_by_link
+        self.inside, self.peer_gb_per_s = moved.inside, moved.peer_gb_per_s
         self.bytes_local, self.bytes_sent = moved.bytes_local, moved.bytes_sent
         self.bytes_received, self.staging_bytes = moved.bytes_received, moved.staging_bytes
         self.transport = moved.transport

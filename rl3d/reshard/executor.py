@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rl3d.reshard.plan import Plan, ReshardError
 from rl3d.reshard.program import Program, Tensors, bind, find_problems
 from rl3d.reshard.spans import Span, Timeline, totals
-from rl3d.reshard.transports import CollectiveTransport, Transport, run_inprocess
+from rl3d.reshard.transports import CollectiveTransport, PeerTransport, Transport, run_inprocess
 from rl3d.reshard.transports.base import control_device
 
 
@@ -20,7 +20,9 @@ class MoveReport:
 
     ``spans`` are ``plan`` (checking tensors, and binding them to the plan where one has moved) and ``move``, inside which
     are ``local`` copies, ``stage`` into and out of staging memory, ``copy`` between ranks and ``wait`` for other ranks.
-    ``received_by_link`` splits ``bytes_received`` into ``inside`` the node and ``between`` nodes.
+    ``received_by_link`` splits ``bytes_received`` into ``inside`` the node and ``between`` nodes; ``inside`` says how the
+    former came (:class:`~rl3d.reshard.transports.Transport`), ``peer_gb_per_s`` what one copy from a peer's GPU reaches, if
+    that is known.
     """
 
     bytes_local: int
@@ -30,6 +32,8 @@ class MoveReport:
     messages: int
     transport: str
     received_by_link: dict[str, int] = field(default_factory=dict)
+    inside: str = "messages"
+    peer_gb_per_s: float | None = None
     spans: list[Span] = field(default_factory=list)
 
     @property
@@ -88,14 +92,21 @@ class Resharder:
         self._agree_on_plan()
         self._bind()
 
-    def run(self) -> MoveReport:
-        """Move the weights. Raises :class:`ReshardError` on every rank when any tensor no longer fits."""
+    def run(self, *, measure_link: bool = False) -> MoveReport:
+        """Move the weights. Raises :class:`ReshardError` on every rank when any tensor no longer fits.
+
+        ``measure_link``: copy 64 MiB from a peer's GPU as well, the first time, to know what its link carries. Each rank may
+        ask for that on its own.
+        """
         timeline = Timeline(self.device)
         with timeline.span("plan"):
             self._synchronize()  # peers may read the sources as soon as all ranks have bound
             self._bind()
         assert self._program is not None
         program = self._program
+        peers = self.transport if isinstance(self.transport, PeerTransport) else None
+        if peers is not None:
+            peers.measures_link = measure_link
         with timeline.span("move"):
             with timeline.span("local"):
                 program.run_local()
@@ -109,6 +120,8 @@ class Resharder:
             messages=sum(len(b.sends) + len(b.receives) for b in program.buckets),
             transport=self.transport.name,
             received_by_link=self._by_link(program),
+            inside=self.transport.inside,
+            peer_gb_per_s=None if peers is None else peers.peer_gb_per_s,
             spans=timeline.spans(),
         )
 

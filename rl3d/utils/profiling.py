@@ -18,6 +18,8 @@ class Switch(Protocol):
     seconds: dict[str, float]
     move_seconds: dict[str, float]
     received_by_link: dict[str, int]
+    inside: str
+    peer_gb_per_s: float | None
     bytes_local: int
     bytes_sent: int
     bytes_received: int
@@ -35,6 +37,16 @@ class Switch(Protocol):
     spans: list[Any]  # of rl3d.reshard.spans.Span
 
 
+class Links(Protocol):
+    """What a cluster's links carry, as in :class:`rl3d.estimate.topology.Topology`."""
+
+    @property
+    def inside_gb_per_s(self) -> float: ...
+
+    @property
+    def between_gb_per_s(self) -> float: ...
+
+
 _enabled = False
 _links: dict[str, float] = {}
 _records: list[Switch] = []
@@ -42,22 +54,35 @@ _place: tuple[int, str] = (0, "cpu")
 
 
 def enable_switch_profiling(
-    enabled: bool = True, *, inside_gb_per_s: float | None = None, between_gb_per_s: float | None = None
-) -> None:
+    enabled: bool = True, *, inside_gb_per_s: float | None = None, between_gb_per_s: float | None = None,
+    topology: Links | None = None,
+) -> None:  # fmt: skip
     """Start recording every switch of every actor in this process, from an empty record; ``False`` stops.
 
     Args:
         inside_gb_per_s, between_gb_per_s: what the links between GPUs of a node, and between nodes, carry for a GPU in one
-            direction, in 1e9 bytes per second. What was achieved is then compared with them; without ``inside_gb_per_s``
-            with one plain copy on the rank's own device, which is measured when a report is made.
+            direction, in 1e9 bytes per second. What was achieved is then compared with them.
+        topology: has both, for those that are not given (``Topology.read("h200-8")``).
+
+    Without a rate inside the node, what comes out of another GPU's memory is compared with one copy of 64 MiB from there,
+    which the first switch makes beside its own; what comes out of the own device's (or, on a CPU, the host's) with one plain
+    copy there, made for the report; and messages with nothing: their link's rate is unknown.
     """
     global _enabled
     _enabled = enabled
     if enabled:
         _records.clear()
         given = {"inside": inside_gb_per_s, "between": between_gb_per_s}
+        if topology is not None:
+            known = {"inside": topology.inside_gb_per_s, "between": topology.between_gb_per_s}
+            given = {link: known[link] if rate is None else rate for link, rate in given.items()}
         _links.clear()
         _links.update({link: rate for link, rate in given.items() if rate is not None})
+
+
+def switches_are_profiled() -> bool:
+    """Whether this process records its switches."""
+    return _enabled
 
 
 def record_switch(report: Switch, rank: int, device: object) -> None:
@@ -79,8 +104,9 @@ def switch_report() -> dict[str, Any]:
     ``allocated`` and ``freed``: means by what it was for; ``source``: what was moved, or made whole again; ``verified``:
     the mean number of parameters whose fingerprints were compared; ``transport``;
     ``gb_per_s``: received bytes over the seconds of ``move/copy``, which include waiting for senders of messages;
-    ``link_gb_per_s``: link -> what it carries, where known; ``link_ratio``: the seconds that the links would need over
-    those of ``move/copy``, ``None`` when a link's rate is not known or nothing was received.
+    ``link_gb_per_s``: link -> what it carries, where known; ``inside``: how bytes came from ranks of the node, out of
+    ``memory`` of the own device, of a ``peer``'s GPU or in ``messages``; ``link_ratio``: the seconds that the links would
+    need over those of ``move/copy``, ``None`` when a link's rate is not known or nothing was received.
     """
     out: dict[str, Any] = {}
     for direction in dict.fromkeys(r.direction for r in _records):
@@ -89,8 +115,8 @@ def switch_report() -> dict[str, Any]:
         received = sum(r.bytes_received for r in records)
         by_link = {link: sum(r.received_by_link.get(link, 0) for r in records) for link in ("inside", "between")}
         rates = dict(_links)
-        if by_link["inside"] and "inside" not in rates:
-            rates["inside"] = plain_copy_rate(_place[1])
+        if by_link["inside"] and "inside" not in rates and (rate := _inside_rate(records)) is not None:
+            rates["inside"] = rate
         least = max((by_link[link] / rates[link] / 1e9 for link in rates), default=0.0)
         known = all(link in rates for link, nbytes in by_link.items() if nbytes)
         out[direction] = {
@@ -109,7 +135,7 @@ def switch_report() -> dict[str, Any]:
             "allocated": _means([r.allocated for r in records]), "freed": _means([r.freed for r in records]),
             "transport": ", ".join(dict.fromkeys(r.transport for r in records if r.transport)),
             "gb_per_s": received / copying / 1e9 if copying else 0.0,
-            "link_gb_per_s": rates,
+            "link_gb_per_s": rates, "inside": _ways(records),
             "link_ratio": least / copying if copying and received and known else None,
         }  # fmt: skip
     return out
@@ -167,6 +193,20 @@ def save_switch_trace(path: str | Path) -> Path:
     return place
 
 
+def _ways(records: list[Switch]) -> str:
+    """How bytes came from ranks of the node, for all ways that occur."""
+    return ", ".join(dict.fromkeys(r.inside for r in records if r.received_by_link.get("inside")))
+
+
+def _inside_rate(records: list[Switch]) -> float | None:
+    """GB/s to compare with where none was given; None: unknown."""
+    if _ways(records) == "memory":
+        return plain_copy_rate(_place[1])
+    if _ways(records) == "peer":
+        return next((r.peer_gb_per_s for r in reversed(records) if r.peer_gb_per_s is not None), None)
+    return None
+
+
 @cache
 def plain_copy_rate(device: str) -> float:
     """GB/s of payload (1e9 bytes) of the fastest of a few copies of 64 MiB from one piece of memory to another."""
@@ -222,11 +262,12 @@ def _label(stage: str) -> str:
 def _byte_lines(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     sizes, rates = found["bytes"], found["link_gb_per_s"]
     where = {"inside": "inside the node", "between": "between nodes"}
-    against = {link: "link" if link in _links else "plain copy" for link in where}
+    copied = "copy from a peer" if found["inside"] == "peer" else "plain copy"
+    against = {link: "link" if link in _links else copied for link in where}
     lines = []
     for link in where:
         if sizes[link]:
-            rate = f"{rates[link]:.1f} GB/s {against[link]}" if link in rates else ""
+            rate = f"{rates[link]:.1f} GB/s {against[link]}" if link in rates else "link's rate unknown"
             lines.append((f"received {where[link]}", _size(sizes[link]), rate))
     if found["gb_per_s"] and sizes["received"]:
         ratio = "" if found["link_ratio"] is None else f"{found['link_ratio']:.2f} of the rate"

@@ -1,6 +1,7 @@
 """Moves between real ranks; called by test_ranks.py."""
 
 import logging
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -199,6 +200,7 @@ def _peers(rank: int, group: Any) -> dict[str, Any]:
     table._targets, table._sources = targets, sources
     recovered = error(resharder.run)
 
+    links = _links(rank, group)
     original = peer_module.attach
     if rank == 1:
 
@@ -217,7 +219,21 @@ def _peers(rank: int, group: Any) -> dict[str, Any]:
     return dict(
         moved=moved, died=died, recovered=recovered, required=required, right=right, lines=everyone(lines.found),
         names=everyone(report.transport), staging=everyone(report.staging_bytes), full=_full(rank, group),
+        links=everyone(links),
     )  # fmt: skip
+
+
+def _links(rank: int, group: Any) -> list[Any]:
+    """Host memory is nobody's link; with exports that say they are of other GPUs, the first measured move knows a rate."""
+    _, plan, src, dst = _two(rank)
+    cpu, original = torch.device("cpu"), peer_module.export
+    near = Resharder(plan, rank, group, src, dst, "cpu", PeerTransport(group, cpu, rank)).run(measure_link=True)
+    peer_module.export = lambda storage: replace(original(storage), gpu=f"GPU-{rank}")
+    mover = Resharder(plan, rank, group, src, dst, "cpu", PeerTransport(group, cpu, rank))
+    peer_module.export = original
+    runs = [mover.run(), mover.run(measure_link=True), mover.run()]
+    peer_module._rates.clear()
+    return [[near.inside, near.peer_gb_per_s], *([far.inside, far.peer_gb_per_s] for far in runs)]
 
 
 def _full(rank: int, group: Any) -> dict[str, Any]:

@@ -53,6 +53,14 @@ def test_ranks_that_cannot_map_memory_exchange_messages_and_say_so_once(result):
     assert all("rank 1 cannot map memory" in line for line in found["required"])
 
 
+def test_the_link_to_a_peer_is_measured_once_and_only_when_asked(result):
+    for (near, unmeasured), *far in result["peers"]["links"]:
+        assert (near, unmeasured) == ("memory", None)
+        assert [way for way, _ in far] == ["peer"] * 3
+        before, first, later = (rate for _, rate in far)
+        assert before is None and first == later and 0.01 < first < 10_000
+
+
 def test_one_rank_without_room_to_share_sends_messages_and_the_others_are_read(result):
     found = result["peers"]["full"]
     assert found["right"] == [True] * 4 and found["name"] == ["peer+collective"] * 4

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from rl3d.engine.hybrid import SwitchReport
+from rl3d.estimate.topology import Topology
 from rl3d.reshard.spans import Span, Timeline, totals
 from rl3d.utils import enable_switch_profiling, print_switch_report, save_switch_trace, switch_report
 from rl3d.utils.profiling import plain_copy_rate, record_switch
@@ -93,10 +94,27 @@ def test_the_slower_link_counts_and_an_unknown_one_gives_no_ratio():
 
 def test_without_a_rate_one_plain_copy_is_the_measure():
     enable_switch_profiling()
-    record_switch(switch("to_generation", 0.2, 0.0, 1_000_000), 0, "cpu")
+    record_switch(switch("to_generation", 0.2, 0.0, 1_000_000, inside="memory"), 0, "cpu")
     found = switch_report()["to_generation"]
     assert found["link_gb_per_s"] == {"inside": plain_copy_rate("cpu")} and 0.05 < plain_copy_rate("cpu") < 10_000
     assert "plain copy" in printed()
+
+
+def test_what_crosses_devices_is_compared_with_its_link_or_with_nothing():
+    enable_switch_profiling()
+    for rate in (0.05, None):  # measured by the first
+        record_switch(switch("to_generation", 0.2, 0.0, 1_000_000, inside="peer", peer_gb_per_s=rate), 0, "cpu")
+    found = switch_report()["to_generation"]
+    assert found["link_gb_per_s"] == {"inside": 0.05} and found["link_ratio"] == pytest.approx(0.04 / 0.2)
+    assert "0.1 GB/s copy from a peer" in printed()
+    for more in ({"inside": "peer"}, {"inside": "messages"}):
+        enable_switch_profiling()
+        record_switch(switch("to_generation", 0.2, 0.0, 1_000_000, **more), 0, "cpu")
+        assert switch_report()["to_generation"]["link_ratio"] is None
+        assert "link's rate unknown" in printed() and "of the rate" not in printed()
+    enable_switch_profiling(topology=Topology.read("h200-8"), between_gb_per_s=7.0)
+    record_switch(switch("to_generation", 0.2, 0.0, 1_000_000, inside="messages"), 0, "cpu")
+    assert switch_report()["to_generation"]["link_gb_per_s"] == {"inside": 343, "between": 7.0}
 
 
 def test_traces_are_chrome_traces_with_one_event_for_each_span(tmp_path):

@@ -13,11 +13,13 @@ class Transport(Protocol):
     """Carries a program's buckets between ranks.
 
     ``name`` is for reports; ``staging_bytes`` is the larger of its two staging buffers (0 for a transport that needs
-    none).
+    none). ``inside`` says how bytes come from other ranks of the node: ``"memory"`` of this rank's own device (on a CPU: of
+    the host), ``"peer"``, memory of another GPU, or ``"messages"``.
     """
 
     name: str
     staging_bytes: int
+    inside: str
 
     def prepare(self, program: Program) -> None:
         """Get ready for a newly bound program: allocate staging, map peers' memory. Called by all ranks alike."""

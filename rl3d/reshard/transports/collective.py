@@ -37,7 +37,7 @@ class CollectiveTransport:
     fullest bucket, and reused. A bucket's boxes go into and out of them by one table of copies each.
     """
 
-    name = "collective"
+    name, inside = "collective", "messages"
 
     def __init__(self, group: "dist.ProcessGroup | None", device: torch.device, staging: Staging | None = None) -> None:
         if dist.is_available() and dist.is_initialized() and device.type != "cpu":

@@ -14,10 +14,12 @@ from rl3d.reshard.program import Bucket, Message, Program, Pull, strided
 from rl3d.reshard.spans import Timeline
 from rl3d.reshard.transports.base import control_device
 from rl3d.reshard.transports.collective import CollectiveTransport
-from rl3d.reshard.transports.memory import Export, attach, export, host_name
+from rl3d.reshard.transports.memory import Export, attach, export, gpu_of, host_name, read_rate
 
 _log = logging.getLogger(__name__)
 _PROBE = 64
+_rates: dict[torch.device, float] = {}
+"""GB/s at which a GPU reads memory of its peers, once it was measured."""
 
 
 class PeerTransport:
@@ -59,6 +61,13 @@ class PeerTransport:
         self._early = self._late = CopyTable([], device)
         self._rest: Program | None = None
         self._relays = False
+        self.inside, self.measures_link = "memory", False
+        self._far: torch.Tensor | None = None  # mapped memory of another GPU
+
+    @property
+    def peer_gb_per_s(self) -> float | None:
+        """GB/s of one contiguous copy from a peer's GPU; measured in the first move with ``measures_link``."""
+        return _rates.get(self.device)
 
     # ---- who can read whom
 
@@ -137,11 +146,34 @@ class PeerTransport:
             CopyTable([(target, source) for peer, target, source in copies if peer not in broken], self.device)
             for copies in (early, late)
         )
+        self._look_at_links(program, everyone, mapped)
         self._relays = program.relays
         self._rest = self._without_pulls(program)
         if self._rest is not None and self._messages is not None:
             self._messages.prepare(self._rest)
             self.staging_bytes = self._messages.staging_bytes
+
+    def _look_at_links(self, program: Program, everyone: Mapping[int, tuple[str, Any]],
+                       mapped: Mapping[int, torch.Tensor]) -> None:  # fmt: skip
+        """How what this rank reads gets here, and which memory to measure the link by."""
+        mine, far = gpu_of(self.device), [torch.empty(0, dtype=torch.uint8)]
+        for exported in (offer[0] for peer in self._maps[self.rank] for offer in everyone[peer][1].values()):
+            if exported.gpu != mine and id(exported) in mapped:
+                far.append(mapped[id(exported)])
+        largest = max(far, key=len)
+        self._far = largest if len(largest) else None
+        self.inside = "memory" if self._far is None else "peer"
+        if any(pull.peer not in self._maps[self.rank] for pull in program.pulls):
+            self.inside = "messages"  # in part, and the slower one
+
+    def _measure_link(self) -> str:
+        """As long as the peers keep their memory: before all agree that the move is done."""
+        try:
+            if self.measures_link and self._far is not None and self.device not in _rates:
+                _rates[self.device] = read_rate(self._far, self.device)
+        except RuntimeError as error:
+            return f"rank {self.rank}: {_first_line(error)}"
+        return ""
 
     def move(self, program: Program, timeline: Timeline) -> None:
         problem = self._copy(self._early, timeline)
@@ -151,7 +183,7 @@ class PeerTransport:
         if self._relays:
             self._agree(problem, timeline)
             problem = self._copy(self._late, timeline)
-        self._agree(problem, timeline)
+        self._agree(problem or self._measure_link(), timeline)
 
     @torch.no_grad()
     def _copy(self, copies: CopyTable, timeline: Timeline) -> str:
