@@ -11,11 +11,13 @@ from torch import Tensor
 
 from rl3d.io import torch_dist
 from rl3d.io.export_hf import safetensors_header
+from rl3d.io.extents import Extent, Group, Record
 from rl3d.io.hf_reader import INDEX_FILE, SINGLE_FILE
+from rl3d.io.pages import use_huge_pages_here
 from rl3d.io.placement import Placement, Region
 from rl3d.io.source import DTYPES, HF_FOLDER, MANIFEST_FILE, Source
 from rl3d.io.stored_names import StoredNames
-from rl3d.io.stream import ConvertError, Extent, Group, Record, file_sizes, write_directory
+from rl3d.io.stream import ConvertError, file_sizes, write_directory
 from rl3d.models import MappedParameter, hf_shapes, mapped_parameters
 from rl3d.reshard.fingerprint import fingerprint_tensor, fold
 
@@ -38,6 +40,7 @@ def hf_to_megatron(src: str | Path, dst: str | Path, *, dtype: str | None = None
     Raises:
         CheckpointError, ConvertError, LayoutError, UnsupportedModelError: before anything is under the name ``dst``.
     """
+    use_huge_pages_here()
     source = _source(src, "import", None, dtype)
     return _to_megatron(source, Path(dst), (tp, pp, ep), vocab_multiple, max_shard_size, options)
 
@@ -50,6 +53,7 @@ def reshard(src: str | Path, dst: str | Path, *, tp: int = 1, pp: int = 1, ep: i
 
     Args, result and errors as :func:`hf_to_megatron` and :func:`megatron_to_hf`.
     """
+    use_huge_pages_here()
     source = _source(src, "reshard", hf, dtype)
     return _to_megatron(source, Path(dst), (tp, pp, ep), vocab_multiple, max_shard_size, options)
 
@@ -104,6 +108,7 @@ def megatron_to_hf(src: str | Path, dst: str | Path, *, hf: str | Path | None = 
     Megatron checkpoint that was not converted here. PyTorch ``.bin`` files, GGUF files and checkpoints of rl3d runs are
     sources as well.
     """
+    use_huge_pages_here()
     source = _source(src, "export", hf, dtype)
     shapes = hf_shapes(source.arch)
     files = _FileNames(max_shard_size)

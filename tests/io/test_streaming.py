@@ -14,7 +14,8 @@ import pytest
 
 from rl3d.bench.convert import LARGEST, make_checkpoint, once
 from rl3d.io.convert import hf_to_megatron
-from rl3d.io.stream import JOURNAL_FILE, ConvertError, partial_directory
+from rl3d.io.extents import JOURNAL_FILE
+from rl3d.io.stream import ConvertError, partial_directory
 from tests.models.zoo import save
 from tests.ranks import ROOT
 
