@@ -336,10 +336,9 @@ class HybridEngine:
         visiting = self.train.zero.rests_on_host and report.direction == "to_generation"
         if visiting:  # from the host for this move only
             resharder.src = self.train.weights
-        if isinstance(resharder, WeightFeed):
-            report.add_move(resharder.run())
-        else:
-            report.add_move(resharder.run(measure_link=switches_are_profiled()))
+        if isinstance(resharder, Resharder):
+            resharder.measures_link = switches_are_profiled()
+        report.add_move(resharder.run())
         if visiting:
             resharder.release()
 

@@ -64,6 +64,10 @@ class Resharder:
             of the ranks of its host.
         nodes: node of each global rank, for the report; one node when left out.
 
+    Attributes:
+        measures_link: the next move copies 64 MiB from a peer's GPU as well, unless this process has done so before, to know
+            what its link carries. Each rank may ask for that on its own.
+
     Raises:
         ReshardError: on every rank and before any weight is sent, when the plans differ or a tensor on any rank is
             missing, unexpected, or has the wrong shape, dtype, device or memory.
@@ -84,6 +88,7 @@ class Resharder:
         self.src, self.dst = dict(src), dict(dst)
         self.device = torch.device(device)
         self.transport = transport if transport is not None else CollectiveTransport(group, self.device)
+        self.measures_link = False
         self._control = control_device(group, self.device)
         self._program: Program | None = None
         self._addresses: tuple[int, ...] = ()
@@ -92,12 +97,8 @@ class Resharder:
         self._agree_on_plan()
         self._bind()
 
-    def run(self, *, measure_link: bool = False) -> MoveReport:
-        """Move the weights. Raises :class:`ReshardError` on every rank when any tensor no longer fits.
-
-        ``measure_link``: copy 64 MiB from a peer's GPU as well, the first time, to know what its link carries. Each rank may
-        ask for that on its own.
-        """
+    def run(self) -> MoveReport:
+        """Move the weights. Raises :class:`ReshardError` on every rank when any tensor no longer fits."""
         timeline = Timeline(self.device)
         with timeline.span("plan"):
             self._synchronize()  # peers may read the sources as soon as all ranks have bound
@@ -106,7 +107,7 @@ class Resharder:
         program = self._program
         peers = self.transport if isinstance(self.transport, PeerTransport) else None
         if peers is not None:
-            peers.measures_link = measure_link
+            peers.measures_link = self.measures_link
         with timeline.span("move"):
             with timeline.span("local"):
                 program.run_local()

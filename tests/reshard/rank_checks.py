@@ -227,11 +227,15 @@ def _links(rank: int, group: Any) -> list[Any]:
     """Host memory is nobody's link; with exports that say they are of other GPUs, the first measured move knows a rate."""
     _, plan, src, dst = _two(rank)
     cpu, original = torch.device("cpu"), peer_module.export
-    near = Resharder(plan, rank, group, src, dst, "cpu", PeerTransport(group, cpu, rank)).run(measure_link=True)
+    mover = Resharder(plan, rank, group, src, dst, "cpu", PeerTransport(group, cpu, rank))
+    mover.measures_link = True
+    near = mover.run()
     peer_module.export = lambda storage: replace(original(storage), gpu=f"GPU-{rank}")
     mover = Resharder(plan, rank, group, src, dst, "cpu", PeerTransport(group, cpu, rank))
     peer_module.export = original
-    runs = [mover.run(), mover.run(measure_link=True), mover.run()]
+    runs = [mover.run()]
+    mover.measures_link = True
+    runs += [mover.run(), mover.run()]
     peer_module._rates.clear()
     return [[near.inside, near.peer_gb_per_s], *([far.inside, far.peer_gb_per_s] for far in runs)]
 
