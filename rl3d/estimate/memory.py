@@ -130,9 +130,9 @@ class _Stage:
         self.resident: dict[str, int] = dict(self.state.held)
         self.switching, self.generating = self._engine()
         self._on_host(self.state.host)
-        parked = [page_locked_bytes(size) for item, size in self.state.held.items() if item in _PARKED]
-        if settings.optimizer_state == "host" and settings.device == "cuda" and parked:
-            self._on_host({"optimiser (parked)": sum(parked)})
+        if settings.optimizer_state == "host" and settings.device == "cuda":  # which asks torch, and scale has none
+            parked = [page_locked_bytes(size) for item, size in self.state.held.items() if item in _PARKED]
+            self._on_host({"optimiser (parked)": sum(parked)} if parked else {})
         if settings.device == "cuda":
             self._keep("libraries", LIBRARIES)
         self.brought = 0
