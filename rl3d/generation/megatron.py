@@ -13,14 +13,12 @@ from rl3d.generation.body import CPU_MIN_ROWS, Body, make_body
 from rl3d.generation.checks import check_agreement, check_limits, check_requests
 from rl3d.generation.context import GenerationContext
 from rl3d.generation.decode import BlockTable, DecodeState
-from rl3d.generation.engine import GenerationError, OnFinish, OnStep, Progress, Request, Result, check_weights
+from rl3d.generation.engine import OnFinish, OnStep, Progress, Request, Result, check_weights
 from rl3d.generation.fused import DecodeBody, reason_against
 from rl3d.generation.graphs import DecodeRunner, PendingDraw
-from rl3d.generation.kv_cache import KVCache
-from rl3d.generation.pages import PagePool
+from rl3d.generation.provision import Provision
 from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
 from rl3d.generation.scheduler import Chunk, Counts, RunningSequence, Scheduler, expand, sampling_columns
-from rl3d.generation.sizing import STRATEGIES, affordable_pages, wanted_pages
 from rl3d.generation.transfer import to_device
 
 _Started = tuple[list[RunningSequence], Draw | PendingDraw | None]  # a step's sequences and their draws, if any
@@ -76,27 +74,18 @@ class MegatronGenerator:
         self.group = tp_group if tp_group is not None and tp_group.size() > 1 else None
         self.vocab_size = vocab_size
         check_limits(model, max_sequences, max_sequence_length, page_size, pages, max_prefill_tokens)
-        if cache_strategy not in STRATEGIES:
-            raise ValueError(f"generator: cache_strategy = {cache_strategy!r}, expected one of {', '.join(STRATEGIES)}")
-        self.cache_strategy, self._fixed_pages = cache_strategy, pages
         self.max_sequences, self.max_sequence_length = max_sequences, max_sequence_length
         self.max_prefill_tokens, self.share_prefixes = max_prefill_tokens, share_prefixes
         self.min_rows = CPU_MIN_ROWS if self.device.type == "cpu" else 1
         attention = model.decoder.layers[0].self_attention
         page_size = page_size or PAGE_SIZE[self.device.type]
         columns = -(-max_sequence_length // page_size)
-        self.pool = PagePool(pages or 0, page_size)
-        self.cache = KVCache(
-            len(model.decoder.layers),
-            attention.num_query_groups_per_partition,
-            attention.hidden_size_per_attention_head,
-            page_size=page_size,
-            pages=self.pool.pages,
-            capacity=pages or wanted_pages("full", (), page_size, max_sequences, max_sequence_length),
-            dtype=dtype,
-            device=self.device,
-        )
-        self.cache.agree(self.group)
+        self.provision = Provision(
+            cache_strategy, pages, page_size=page_size, max_sequences=max_sequences, longest=max_sequence_length,
+            layers=len(model.decoder.layers), kv_heads=attention.num_query_groups_per_partition,
+            head_dim=attention.hidden_size_per_attention_head, dtype=dtype, device=self.device, group=self.group,
+        )  # fmt: skip
+        self.pool, self.cache = self.provision.pool, self.provision.cache
         self.context = GenerationContext(self.cache, max_sequence_length)
         self.body: Body = make_body(model, self.context, self.group, body)
         self.sampler = Sampler(vocab_size, model.vocab_size, self.group, self.device)
@@ -107,7 +96,6 @@ class MegatronGenerator:
         self.tokenizer: Any = None
         self.counts = Counts()
         self._last_needs: list[int] = []
-        self._wanted = 0  # pages, whether memory allowed them or not
         self._pages_version: int | None = None  # of the weights that the kept pages were computed with
         self._aborted: set[str] = set()
         self._abort_lock = threading.Lock()
@@ -124,6 +112,11 @@ class MegatronGenerator:
     # ---- memory
 
     @property
+    def cache_strategy(self) -> str:
+        """How large the cache is and how long it lives; :meth:`set_strategy` changes it."""
+        return self.provision.strategy
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of the cache on this rank now; 0 when it is released."""
         return self.cache.nbytes
@@ -138,7 +131,7 @@ class MegatronGenerator:
 
         With ``full`` that is all of it, otherwise what the last batch took. Collective over the replica.
         """
-        return self._provide(self._last_needs)
+        return self.provision.provide(self._last_needs)
 
     def release_cache(self) -> int:
         """Free the cache while training (with ``full`` it stays, and its contents are forgotten); the bytes freed.
@@ -146,7 +139,7 @@ class MegatronGenerator:
         Captured decode steps stay as long as the cache keeps its address, and so does what they compute in:
         :attr:`graph_bytes`.
         """
-        if self.cache_strategy == "full" and self._fixed_pages is None:
+        if self.provision.stays:
             self.pool.forget()
             return 0
         return self._free_cache()
@@ -160,42 +153,12 @@ class MegatronGenerator:
     def set_strategy(self, strategy: str) -> None:
         """Another strategy of the cache from now on. The cache of before is freed."""
         self._free_cache()
-        self.cache_strategy = strategy
+        self.provision.strategy = strategy
 
     def _free_cache(self) -> int:
-        self.pool.reset(self._fixed_pages or 0)
         if self.runner is not None and self.cache.elastic is None:  # graphs of addresses that do not come back
             self.runner.forget()
-        return self.cache.deallocate()
-
-    def _provide(self, needs: Sequence[int]) -> int:
-        """Have a pool for sequences of so many tokens; returns the bytes newly allocated."""
-        if self._fixed_pages is not None:
-            return self.cache.allocate(self._fixed_pages)
-        pages = wanted_pages(self.cache_strategy, needs, self.pool.page_size, self.max_sequences, self.max_sequence_length)
-        least = self.pool.pages_for(max(needs, default=0))
-        held, wanted = self.pool.pages if self.cache.nbytes else 0, pages
-        # what memory did not allow before is not tried again: the pool keeps its contents
-        if self.cache.nbytes and pages <= max(self._wanted, held) and least <= held:
-            return 0
-        if self.cache.elastic is None:  # it cannot grow where it is
-            self.pool.reset(0)
-            self.cache.deallocate()
-            held = 0
-        affordable = affordable_pages(self.cache, pages + 1, self.device, self.group)  # one page is scratch
-        pages = pages if affordable is None else min(pages, affordable - 1)
-        if pages < least:
-            raise GenerationError(
-                f"the key/value cache gets {max(pages, 0)} pages of {self.pool.page_size} tokens from the free memory "
-                f"of {self.device}, the longest sequence needs {least}; free memory, shorten max_new_tokens or raise tp"
-            )
-        new = self.cache.allocate(pages) if pages > held else 0
-        if held:
-            self.pool.extend(max(pages, held))
-        else:
-            self.pool.reset(pages)
-        self._wanted = wanted
-        return new
+        return self.provision.free()
 
     # ---- generation
 
@@ -214,7 +177,7 @@ class MegatronGenerator:
             FloatingPointError: the model returned logits that are not numbers.
         """
         check_weights(self.weights_version, self.expected_version)
-        check_requests(requests, self.vocab_size, self.max_sequence_length, self.pool.page_size, self._fixed_pages)
+        check_requests(requests, self.vocab_size, self.max_sequence_length, self.pool.page_size, self.provision.fixed_pages)
         check_agreement(requests, self.group, self.device)
         sequences = expand(requests, self.tokenizer)
         finished = 0
@@ -239,7 +202,7 @@ class MegatronGenerator:
             self._pages_version = self.weights_version
         self._last_needs = [len(s.prompt) + s.params.max_new_tokens for s in scheduler.waiting]
         if self._last_needs:
-            self._provide(self._last_needs)
+            self.provision.provide(self._last_needs)
         state: DecodeState | None = None
         ahead: _Started | None = None  # a step that was started before the draw of the one before it was read
         step = 0

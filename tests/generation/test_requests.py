@@ -224,14 +224,14 @@ def test_a_larger_batch_has_more_pages_and_finds_the_prompts_of_the_one_before(m
 
 def test_a_pool_that_memory_limits_is_kept_and_gives_way(model: Path, groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(str(model), groups)
-    monkeypatch.setattr("rl3d.generation.megatron.affordable_pages", lambda *_: 8)
+    monkeypatch.setattr("rl3d.generation.provision.affordable_pages", lambda *_: 8)
     requests = [Request(PROMPT, SamplingParams(40, n=2, seed=4), (0, i, 0)) for i in range(2)]
     expected = [r.token_ids for r in build_engine(str(model), groups, pages=40).generate(requests)]
     for _ in range(2):
         assert [r.token_ids for r in engine.generate(requests)] == expected
         assert engine.pool.pages == 7 and engine.cache.epoch == 1 and engine.counts.preempted > 0
     with pytest.raises(GenerationError, match="gets 1 pages of 16 tokens .*longest sequence needs 6"):
-        monkeypatch.setattr("rl3d.generation.megatron.affordable_pages", lambda *_: 2)
+        monkeypatch.setattr("rl3d.generation.provision.affordable_pages", lambda *_: 2)
         engine.release_cache()
         engine.generate([Request(PROMPT, SamplingParams(90))])
 
