@@ -33,6 +33,7 @@ class Switch(Protocol):
     alias_bytes: int
     host_bytes: int
     host_copied: int
+    graph_bytes: int
     verified: int
     spans: list[Any]  # of rl3d.reshard.spans.Span
 
@@ -100,7 +101,8 @@ def switch_report() -> dict[str, Any]:
     ``move/local``, ``move/stage``, ``move/copy``, ``move/wait``, ``verify``, ``cache`` (the KV cache made or freed) and
     ``total``; ``bytes``: means of ``received``, ``sent``, ``local``, ``inside`` and ``between`` (received over each link),
     of ``gathered`` (of partitions, after the move) and ``host_copied`` (parked), and the largest ``staging``, ``arena``
-    (generation weights in memory of their own), ``alias`` (in that of the training weights) and ``host`` (parked state);
+    (generation weights in memory of their own), ``alias`` (in that of the training weights), ``host`` (parked state) and
+    ``graphs`` (kept for captured decode steps);
     ``allocated`` and ``freed``: means by what it was for; ``source``: what was moved, or made whole again; ``verified``:
     the mean number of parameters whose fingerprints were compared; ``transport``;
     ``gb_per_s``: received bytes over the seconds of ``move/copy``, which include waiting for senders of messages;
@@ -129,6 +131,7 @@ def switch_report() -> dict[str, Any]:
                 "host_copied": _mean(r.host_copied for r in records),
                 "staging": max(r.staging_bytes for r in records), "arena": max(r.arena_bytes for r in records),
                 "alias": max(r.alias_bytes for r in records), "host": max(r.host_bytes for r in records),
+                "graphs": max(r.graph_bytes for r in records),
             },
             "source": ", ".join(dict.fromkeys(r.source for r in records if r.source)),
             "verified": _mean(r.verified for r in records),
@@ -276,6 +279,7 @@ def _byte_lines(found: dict[str, Any]) -> list[tuple[str, str, str]]:
         "sent": "sent", "local": "copied in place", "gathered": "gathered from partitions", "staging": "staging, most",
         "arena": "generation weights of their own", "alias": "generation weights that are training weights",
         "host": "parked in host memory, most", "host_copied": "copied to the host",
+        "graphs": "kept for captured decode steps",
     }  # fmt: skip
     lines += [(label, _size(sizes[key]), "") for key, label in labels.items() if sizes[key]]
     if found["verified"]:

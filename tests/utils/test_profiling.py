@@ -68,7 +68,8 @@ def test_seconds_bytes_and_rates():
 def test_what_was_moved_parked_shared_and_verified_is_said():
     enable_switch_profiling(inside_gb_per_s=1.0)
     more = {"source": "partitions", "gathered_bytes": 3_000_000, "arena_bytes": 5_000_000, "alias_bytes": 7_000_000,
-            "host_bytes": 11_000_000, "host_copied": 2_000_000, "verified": 27, "transport": "peer"}  # fmt: skip
+            "host_bytes": 11_000_000, "host_copied": 2_000_000, "verified": 27, "transport": "peer",
+            "graph_bytes": 13_000_000}  # fmt: skip
     record_switch(switch("to_training", 0.2, 0.0, 1_000_000, **more), 0, "cpu")
     record_switch(switch("to_training", 0.2, 0.0, 1_000_000, **more | {"host_copied": 0}), 0, "cpu")
     sizes = switch_report()["to_training"]["bytes"]
@@ -77,7 +78,8 @@ def test_what_was_moved_parked_shared_and_verified_is_said():
     assert "to_training: 2 switches of partitions by peer, rank 0" in lines
     for line in ("gathered from partitions 3.0 MB", "generation weights of their own 5.0 MB",
                  "generation weights that are training weights 7.0 MB", "parked in host memory, most 11.0 MB",
-                 "copied to the host 1.0 MB", "parameters verified 27"):  # fmt: skip
+                 "copied to the host 1.0 MB", "kept for captured decode steps 13.0 MB",
+                 "parameters verified 27"):  # fmt: skip
         assert line in lines
 
 
