@@ -237,7 +237,10 @@ def _links(rank: int, group: Any) -> list[Any]:
     mover.measures_link = True
     runs += [mover.run(), mover.run()]
     peer_module._rates.clear()
-    return [[near.inside, near.peer_gb_per_s], *([far.inside, far.peer_gb_per_s] for far in runs)]
+    apart = PeerTransport(group, cpu, rank, nodes=(0, 0, 1, 1))
+    report = Resharder(plan, rank, group, src, dst, "cpu", apart, nodes=(0, 0, 1, 1)).run()
+    kinds = [report.transport, report.inside]  # messages between the nodes are no link inside one
+    return [[near.inside, near.peer_gb_per_s], *([far.inside, far.peer_gb_per_s] for far in runs), kinds]
 
 
 def _full(rank: int, group: Any) -> dict[str, Any]:

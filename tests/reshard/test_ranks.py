@@ -54,7 +54,8 @@ def test_ranks_that_cannot_map_memory_exchange_messages_and_say_so_once(result):
 
 
 def test_the_link_to_a_peer_is_measured_once_and_only_when_asked(result):
-    for (near, unmeasured), *far in result["peers"]["links"]:
+    for (near, unmeasured), *far, apart in result["peers"]["links"]:
+        assert apart == ["peer+collective", "memory"]
         assert (near, unmeasured) == ("memory", None)
         assert [way for way, _ in far] == ["peer"] * 3
         before, first, later = (rate for _, rate in far)

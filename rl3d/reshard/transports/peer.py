@@ -55,6 +55,7 @@ class PeerTransport:
         self.name, self.staging_bytes = "peer", 0
         self._control = control_device(group, device)
         self._messages: CollectiveTransport | None = None
+        self._near: set[int] = set()  # ranks of this host
         self._maps, failures = self._probe(None if nodes is None else nodes[rank])
         self._fall_back(failures)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -85,6 +86,7 @@ class PeerTransport:
         for peer, (where, offered) in self._gather((host, offer)).items():
             if peer == self.rank or where != host:
                 continue
+            self._near.add(peer)
             reason = offered if isinstance(offered, str) else _try(offered, peer % 251, self.device)
             if reason:
                 failures.append(f"rank {self.rank} cannot map memory of rank {peer}: {reason}")
@@ -163,7 +165,7 @@ class PeerTransport:
         largest = max(far, key=len)
         self._far = largest if len(largest) else None
         self.inside = "memory" if self._far is None else "peer"
-        if any(pull.peer not in self._maps[self.rank] for pull in program.pulls):
+        if any(pull.peer in self._near - self._maps[self.rank] for pull in program.pulls):
             self.inside = "messages"  # in part, and the slower one
 
     def _measure_link(self) -> str:
