@@ -97,12 +97,14 @@ class KVCache:
         pages = self.pages if pages is None else pages
         if pages > self.capacity:
             raise ValueError(f"key/value cache: {pages} pages, expected at most capacity = {self.capacity}")
+        held = self.pages if self.nbytes else 0
         try:
             new = self._allocate(pages) if self.elastic is None else self.elastic.hold((pages + 1) * self._layer_page)
         except (MemoryError, torch.OutOfMemoryError) as error:
             wanted = self.bytes_of(pages + 1) - self.nbytes
             raise refusal(wanted, f"{pages} pages of {self.page_size} tokens", self.device, error) from error
-        self.pages = pages if new else self.pages
+        if new or self.elastic is not None:  # a piece that is mapped may have room for more pages
+            self.pages = max(held, pages)
         return new
 
     def _allocate(self, pages: int) -> int:

@@ -54,7 +54,10 @@ def check_memory(config: RunConfig, runtime: Runtime) -> MemoryPlan:
 
 
 def limit_memory(config: RunConfig, runtime: Runtime) -> None:
-    """Make torch's allocator refuse what lies beyond ``layout.memory_limit_gb``, context and NCCL taken off it."""
+    """Make torch's allocator refuse what lies beyond ``layout.memory_limit_gb``, context and NCCL taken off it.
+
+    What is mapped beside it, the key/value cache, is within the same limit (:mod:`rl3d.utils.device_memory`).
+    """
     limit = config.layout.memory_limit_gb
     if limit is None or runtime.device.type != "cuda":
         return

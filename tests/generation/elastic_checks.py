@@ -63,6 +63,11 @@ def pools(device: torch.device) -> dict[str, Any]:
         assert pool.deallocate() == 400 * MB and pool.nbytes == 0 == pool.deallocate()
         steps.append(used(device) - before)
     assert len(places) == 1 and pool.epoch == 1
+    small = KVCache(1, 1, 16, page_size=8, pages=9, dtype=torch.float32, device=device)  # half a kilobyte a page
+    assert small.allocate(1) == small.nbytes > 0 == small.allocate(3), "mapped already, with the first"
+    small.keys[:, :4] = small.values[:, :4] = float("nan")
+    small.clear()
+    assert small.pages == 3 and not small.keys[:, :4].any() and not small.values[:, :4].any()
     plain = cache(device, 400, elastic=False)
     assert plain.allocate(24) == 100 * MB and plain.epoch == 1 and plain.deallocate() == 100 * MB
     assert plain.allocate(24) == 100 * MB and plain.epoch == 2, "torch's memory is another each time"
