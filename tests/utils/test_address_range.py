@@ -71,7 +71,7 @@ def test_addresses_go_with_the_last_tensor():
 
 
 def test_too_much_leaves_what_was_there():
-    row, rows = 64 * MB, HostRange(4, 64 * MB)
+    row, rows = 16 * MB, HostRange(4, 16 * MB)
     first = [(i * row, PAGESIZE) for i in range(4)]
     rows.map(first)
     whole = rows.tensor().view(4, row)
