@@ -22,6 +22,7 @@ from rl3d.models import Architecture, parameter_specs
 from rl3d.reshard import Resharder, build_plan, compare, fingerprint_shards
 from rl3d.reshard.mapping import mesh_choices
 from rl3d.reshard.spans import totals
+from rl3d.reshard.streams import bucket_bytes
 from rl3d.reshard.transports import CollectiveTransport, PeerTransport, Transport
 
 
@@ -119,7 +120,7 @@ class _Pair:
         self.expected = fingerprint_shards(self.specs, self.source, self.rank, self.src.weights)
         seconds = {"copy": self._time(self._copy_once)}
         before = self._memory()
-        plan = build_plan(self.specs, self.source, self.target, staging_bytes=self.staging)
+        plan = build_plan(self.specs, self.source, self.target, staging_bytes=bucket_bytes(self.staging))
         carrier = self._transport(transport)
         mover = Resharder(plan, self.rank, None, self.src.weights, self.dst.weights, self.device, carrier)
         mover.run()
@@ -136,7 +137,7 @@ class _Pair:
             seconds["all_gather"] = self._gather_all()
             if find_spec("megatron") is not None:
                 seconds["megatron_core"] = self._megatron()
-        back = build_plan(self.specs, self.target, self.source, staging_bytes=self.staging)
+        back = build_plan(self.specs, self.target, self.source, staging_bytes=bucket_bytes(self.staging))
         self._check("ours", mover.run)
         returner = Resharder(
             back, self.rank, None, self.dst.weights, self.src.weights, self.device, self._transport(transport)

@@ -18,6 +18,7 @@ from rl3d.estimate.rollout import BUCKET_BYTES
 from rl3d.io.export_hf import hf_tensors
 from rl3d.layout.sharding import ShardLayout
 from rl3d.models import MappedParameter
+from rl3d.reshard import streams
 from rl3d.reshard.executor import MoveReport, Resharder
 from rl3d.reshard.plan import ReshardError
 from rl3d.reshard.planner import build_plan
@@ -52,9 +53,9 @@ class WeightFeed:
         self.src, self.load = dict(src), load
         self.rank, self.group, self.device, self.nodes = rank, group, device, nodes
         self.buckets = [list(bucket) for bucket in _buckets(mapped, bucket_bytes or BUCKET_BYTES)]
+        cap = streams.bucket_bytes(staging_bytes)
         self._plans = [
-            build_plan([m.spec for m in bucket], source, target, staging_bytes=staging_bytes, nodes=nodes)
-            for bucket in self.buckets
+            build_plan([m.spec for m in bucket], source, target, staging_bytes=cap, nodes=nodes) for bucket in self.buckets
         ]
         self._movers: list[Resharder | None] = [None] * len(self.buckets)
         self._holds = rank in target.places

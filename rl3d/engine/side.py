@@ -17,6 +17,7 @@ from rl3d.layout.sharding import ShardLayout
 from rl3d.reshard.cache import cached_plan
 from rl3d.reshard.executor import Resharder
 from rl3d.reshard.plan import Plan
+from rl3d.reshard.streams import bucket_bytes
 from rl3d.reshard.transports import CollectiveTransport, PeerTransport, Transport
 from rl3d.reshard.transports.collective import Staging
 
@@ -117,7 +118,7 @@ class Movers:
         return side._movers[kind]
 
     def _plan(self, source: ShardLayout, target: ShardLayout) -> Plan:
-        return cached_plan(self.specs, source, target, staging_bytes=self.staging_bytes, nodes=self.nodes)
+        return cached_plan(self.specs, source, target, staging_bytes=bucket_bytes(self.staging_bytes), nodes=self.nodes)
 
     def _direct(self) -> Transport | None:
         """Reading of peers' memory, where it is asked for and nothing is freed that they read."""

@@ -20,6 +20,7 @@ from rl3d.models import Architecture, parameter_specs
 from rl3d.reshard.mapping import MeshChoice, mesh_choices
 from rl3d.reshard.plan import Plan
 from rl3d.reshard.planner import build_plan
+from rl3d.reshard.streams import bucket_bytes, places
 
 STAGING_BYTES = 48 << 20
 """Most bytes in flight for each rank and direction, when nothing else is said (layout.staging_mib)."""
@@ -40,10 +41,12 @@ class Move:
     plan: Plan
     time: MoveTime
     plan_seconds: float
+    staging_bytes: int
 
     def to_json(self) -> dict[str, Any]:
         """Bytes (whole numbers), bounds, ratios and seconds, ready for ``json.dump``."""
         cert = self.plan.certificate.to_json()
+        count = places(cert["buckets"], bool(self.plan.segments.relay.any()))
 
         def pair(name: str) -> dict[str, int]:
             return {"mean": round(cert[f"{name}_mean"]), "max": int(cert[f"{name}_max"])}
@@ -58,7 +61,7 @@ class Move:
                 "between": {"max": cert["between_bound"]}, "inside": {"max": cert["inside_bound"]},
             },
             "ratios": cert["ratios"], "between_nodes": cert["between_nodes"],
-            "staging": {"cap": cert["staging_bytes"], "peak": cert["staging_peak"]},
+            "staging": {"cap": self.staging_bytes, "peak": count * cert["staging_peak"]},
             "seconds": self.time.seconds, "plan_seconds": self.plan_seconds, "hash": self.plan.hash,
         }  # fmt: skip
 
@@ -102,9 +105,9 @@ def plan_move(
     mesh = Mesh.of(train, world_size, choice.order)
     source = ShardLayout.training(mesh, arch.num_layers, zero=train.zero, vpp=train.vpp, experts=arch.num_experts)
     target = ShardLayout.replicas(gen.tp, choice.gen_groups(gen.tp, world_size), arch.num_layers, experts=arch.num_experts)
-    plan = build_plan(specs, source, target, staging_bytes=staging_bytes, nodes=nodes)
+    plan = build_plan(specs, source, target, staging_bytes=bucket_bytes(staging_bytes), nodes=nodes)
     seconds = time.perf_counter() - start
-    return Move(train, gen, choice, source, target, plan, predict_move(plan, topology), seconds)
+    return Move(train, gen, choice, source, target, plan, predict_move(plan, topology), seconds, staging_bytes)
 
 
 def world_size_of(train: TrainLayout | None, gpus: int | None) -> int:

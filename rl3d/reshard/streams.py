@@ -8,6 +8,20 @@ ALIGN = 16
 """Messages start at multiples of this many bytes in staging memory; staging is budgeted as if every stream did."""
 
 
+AT_ONCE = 2
+"""Buckets that have staging memory at a time: one is packed, or unpacked, while the other is on its way."""
+
+
+def bucket_bytes(staging_bytes: int) -> int:
+    """How large a plan's buckets may be for messages to need so many bytes of staging memory a direction, at most."""
+    return staging_bytes // AT_ONCE
+
+
+def places(buckets: int, relays: bool) -> int:
+    """Buckets that have staging memory at a time, of a program with so many (:mod:`rl3d.reshard.transports.collective`)."""
+    return 1 if relays else min(AT_ONCE, max(buckets, 1))
+
+
 class Streams(NamedTuple):
     """Columns: ``size`` bytes from ``src`` to ``dst``.
 

@@ -18,6 +18,7 @@ from rl3d.reshard import (
     replica_differences,
     replicas_equal,
 )
+from rl3d.reshard.streams import bucket_bytes
 from rl3d.reshard.transports import PeerTransport
 from rl3d.reshard.transports import peer as peer_module
 from tests.reshard import oracle
@@ -68,8 +69,8 @@ def _round_trip(
     weights = oracle.to_torch(specs, oracle.shards(specs, arrays, train_places, tp, pp)[rank])
     wanted = oracle.to_torch(specs, oracle.shards(specs, arrays, gen_places, gen.tp, 1).get(rank, {}))
     generated = {n: torch.full_like(t, 9) for n, t in wanted.items()}
-    there = build_plan(specs, train, generation, staging_bytes=STAGING, nodes=[0, 0, 1, 1])
-    back = build_plan(specs, generation, train, staging_bytes=STAGING, nodes=[0, 0, 1, 1])
+    there = build_plan(specs, train, generation, staging_bytes=bucket_bytes(STAGING), nodes=[0, 0, 1, 1])
+    back = build_plan(specs, generation, train, staging_bytes=bucket_bytes(STAGING), nodes=[0, 0, 1, 1])
     before = {n: t.clone() for n, t in weights.items()}
     prints = [fingerprint_shards(specs, train, rank, weights, group)]
 
