@@ -72,7 +72,7 @@ EVERY = {**MODELS, **CONVERTED}
 
 def make(name: str, **changes: Any) -> Any:
     """The model, fp32, in evaluation mode; the same weights at every call. ``changes``: of its configuration."""
-    kind, settings = {**MODELS, **CONVERTED}[name]
+    kind, settings = EVERY[name]
     torch.manual_seed(1)
     config = kind(**{"rope_parameters": dict(THETA), **settings, **changes}, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
