@@ -166,10 +166,10 @@ class HybridEngine:
             switch.stage("plan the move", lambda: self._prepare(self.side))
         side, generator = self.side, self.side.generator
         self._set_strategy(cache_strategy)
-        switch.stage("park training state", lambda: self._park(report), self.parking.come)
+        switch.stage("park training state", lambda: self._park(report), self.parking.come, when=self.parking.acts)
         switch.stage("move the weights", lambda: self._move_to(side, report))
         switch.stage("hand over finite weights", lambda: self._check_finite(side, report))
-        switch.stage("verify the weights", lambda: self._check(side, report))
+        switch.stage("verify the weights", lambda: self._check(side, report), when=self.verify != "off")
 
         def cache() -> None:
             with report.stage("cache"):
@@ -210,11 +210,13 @@ class HybridEngine:
 
         undo = None if generator is None else generator.allocate_cache
         switch.stage("release the KV cache", release, undo, together=True)
-        if self.training_copy == "drop":
-            switch.stage("allocate the training copy", lambda: self._undrop(report), self._drop)
-        switch.stage("rebuild the training copy", lambda: self._make_whole(side, report))
-        switch.stage("verify the weights", lambda: self._check(side, report))
-        switch.stage("bring training state back", lambda: self._unpark(report), self.parking.leave)
+        dropped = self.training_copy == "drop"
+        switch.stage("allocate the training copy", lambda: self._undrop(report), self._drop, when=dropped)
+        whole = not dropped and not self.train.zero.gather_pending
+        switch.stage("rebuild the training copy", lambda: self._make_whole(side, report), when=not whole)
+        switch.stage("verify the weights", lambda: self._check(side, report), when=self.verify != "off")
+        switch.stage("bring training state back", lambda: self._unpark(report), self.parking.leave,
+                     when=self.parking.acts)  # fmt: skip
         self.mode = TRAINING
         record_switch(report, self.rank, self.device)
         return report

@@ -37,6 +37,11 @@ class Parking:
         return [t for t in tensors if t.untyped_storage()._cdata not in weights]
 
     @property
+    def acts(self) -> bool:
+        """Whether anything leaves at all; the same on all ranks."""
+        return bool(self._places)
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of host memory that hold, or are kept for, what is parked."""
         return sum(place.host_bytes for place in self._places.values())

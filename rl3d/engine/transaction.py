@@ -32,16 +32,19 @@ class Transaction:
         self._undo: list[tuple[Callable[[], Any], bool]] = []
 
     def stage(self, name: str, do: Callable[[], Any], undo: Callable[[], Any] | None = None, *,
-              together: bool = False) -> Any:  # fmt: skip
+              together: bool = False, when: bool = True) -> Any:  # fmt: skip
         """Carry out ``do`` on this rank; its result when it succeeded on all ranks.
 
-        ``together``: ``undo`` communicates, so that it is left out when a rank has gone.
+        ``together``: ``undo`` communicates, so that it is left out when a rank has gone. ``when``, the same on all ranks: no
+        stage at all otherwise, and no message.
 
         Raises:
             LostRankError: the ranks could not agree; everything has been taken back here.
             SwitchError: it failed on other ranks only; everything has been taken back here as well.
             Exception: what ``do`` raised on this rank, likewise.
         """
+        if not when:
+            return None
         if undo is not None:
             self._undo.append((undo, together))
         error: Exception | None = None
