@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -78,7 +79,7 @@ def samples_to_arrays(samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray],
             raise TypeError(f"sample {sample.uid}: info {sample.info!r} cannot be written as JSON: {error}") from None
 
     def flat(lists: list[list[Any]], dtype: Any) -> np.ndarray:
-        return np.array([x for one in lists for x in one], dtype=dtype)
+        return np.fromiter(chain.from_iterable(lists), dtype, sum(map(len, lists)))
 
     def column(values: list[Any], dtype: Any) -> np.ndarray:
         return np.array(values, dtype=dtype)

@@ -6,8 +6,10 @@ A label is the next token of the same sequence, so the last token of a sequence 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,41 +58,36 @@ def build_row(
 
     Raises ``ValueError`` for a sample without a prompt token: nothing would predict its first response token.
     """
-    tokens: list[int] = []
-    positions: list[int] = []
-    labels: list[int] = []
-    sample_of: list[int] = []
-    token_of: list[int] = []
-    ends = [0]
-    for index in indices:
-        prompt, response = samples[index].prompt_ids, samples[index].response_ids
-        if not prompt:
+    chosen = [samples[index] for index in indices]
+    for index, sample in zip(indices, chosen, strict=True):
+        if not sample.prompt_ids:
             raise ValueError(f"sample {index} has no prompt token; a prompt needs at least one (a BOS, for example)")
-        ids = [*prompt, *response]
-        tokens += ids
-        positions += range(len(ids))
-        labels += [*ids[1:], IGNORE]
-        sample_of += [index] * len(ids)
-        token_of += [*[-1] * (len(prompt) - 1), *range(len(response)), -1]
-        ends.append(len(tokens))
-    padding = -len(tokens) % pad_to_multiple if tokens else pad_to_multiple
-    if padding:
-        tokens += [pad_token] * padding
-        positions += range(padding)
-        labels += [IGNORE] * padding
-        sample_of += [-1] * padding
-        token_of += [-1] * padding
-        ends.append(len(tokens))
-    token_of_T = torch.tensor(token_of, dtype=torch.int64)
+    prompts = [len(sample.prompt_ids) for sample in chosen]
+    lengths = [n + len(sample.response_ids) for n, sample in zip(prompts, chosen, strict=True)]
+    total = sum(lengths)
+    padding = -total % pad_to_multiple if total else pad_to_multiple
+    ids = chain.from_iterable(chain(sample.prompt_ids, sample.response_ids) for sample in chosen)
+    tokens_T = np.full(total + padding, pad_token, np.int64)
+    tokens_T[:total] = np.fromiter(ids, np.int64, total)
+    sizes = np.array([*lengths, *[padding] * (padding > 0)], np.int64)
+    ends = np.cumsum(sizes)
+    positions_T = np.arange(total + padding) - np.repeat(ends - sizes, sizes)
+    labels_T = np.append(tokens_T[1:], IGNORE)
+    labels_T[ends - 1] = IGNORE
+    labels_T[total:] = IGNORE
+    # the token at the end of a prompt predicts the first one of the response
+    token_of_T = positions_T - np.repeat([n - 1 for n in prompts] + [0] * (padding > 0), sizes)
+    token_of_T[labels_T == IGNORE] = -1
+    token_of_T = np.maximum(token_of_T, -1)
     return PackedRow(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        cu_seqlens=torch.tensor(ends, dtype=torch.int32),
-        max_seqlen=max(b - a for a, b in zip(ends, ends[1:])),
-        labels=torch.tensor(labels, dtype=torch.int64),
-        mask=token_of_T >= 0,
-        sample_of=torch.tensor(sample_of, dtype=torch.int64),
-        token_of=token_of_T,
+        tokens=torch.from_numpy(tokens_T),
+        positions=torch.from_numpy(positions_T),
+        cu_seqlens=torch.from_numpy(np.append(0, ends).astype(np.int32)),
+        max_seqlen=int(sizes.max()),
+        labels=torch.from_numpy(labels_T),
+        mask=torch.from_numpy(token_of_T >= 0),
+        sample_of=torch.from_numpy(np.repeat([*indices, *[-1] * (padding > 0)], sizes)),
+        token_of=torch.from_numpy(token_of_T),
         samples=list(indices),
     )
 
@@ -99,7 +96,7 @@ def unpack_values(row: PackedRow, values_T: Tensor) -> dict[int, Tensor]:
     """Values of the response tokens of each sample in the row, in order: sample index -> [len(response)]."""
     if values_T.shape != row.mask.shape:
         raise ValueError(f"values {tuple(values_T.shape)} must have one entry per token of the row, {len(row.mask)}")
-    return {index: values_T[row.mask & (row.sample_of == index)] for index in row.samples}
+    return dict(zip(row.samples, values_T[row.mask].split(_counts(row)), strict=True))
 
 
 def scatter_values(
@@ -111,10 +108,20 @@ def scatter_values(
 
     Raises ``ValueError`` when a sample's values and response differ in length.
     """
+    for index, count in zip(row.samples, _counts(row), strict=True):
+        if len(values[index]) != count:
+            raise ValueError(f"sample {index}: {len(values[index])} values for {count} response tokens")
     out_T = torch.zeros(row.mask.shape, dtype=dtype, device=row.mask.device)
-    for index in row.samples:
-        where = row.mask & (row.sample_of == index)
-        if len(values[index]) != int(where.sum()):
-            raise ValueError(f"sample {index}: {len(values[index])} values for {int(where.sum())} response tokens")
-        out_T[where] = torch.as_tensor(values[index], dtype=dtype, device=row.mask.device)
+    mine = [values[index] for index in row.samples]
+    if any(isinstance(value, Tensor) for value in mine):
+        out_T[row.mask] = torch.cat([torch.as_tensor(value, dtype=dtype, device=out_T.device) for value in mine])
+    elif mine:
+        flat = np.fromiter(chain.from_iterable(mine), np.float64)
+        out_T[row.mask] = torch.from_numpy(flat).to(out_T)
     return out_T
+
+
+def _counts(row: PackedRow) -> list[int]:
+    """Response tokens of each sample of the row, which lie one sample after the other."""
+    counts = torch.bincount(row.sample_of[row.mask], minlength=max(row.samples, default=-1) + 1).tolist()
+    return [counts[index] for index in row.samples]
