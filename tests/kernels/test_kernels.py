@@ -40,10 +40,14 @@ def test_triton_kernels_in_the_interpreter():
     _check(found["errors"])
 
 
-def test_every_kernel_compiles_for_a_gpu():
+@pytest.mark.parametrize(
+    "capability", [pytest.param("80", marks=pytest.mark.slow), "90", pytest.param("100", marks=pytest.mark.slow)]
+)
+def test_every_kernel_compiles_for_a_gpu(capability):
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_checks"], cwd=root, text=True,
-                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, timeout=600)  # fmt: skip
+    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_checks", capability], cwd=root,
+                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+                          timeout=600)  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["kernels"]) > 20 and found["missing"] == [], "add the kernel to compile_checks"
