@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl3d.engine.arena import Arena
 from rl3d.engine.feed import WeightFeed
-from rl3d.engine.parking import Parking
+from rl3d.engine.parking import Parking, TrainingCopy
 from rl3d.engine.report import SwitchReport
 from rl3d.engine.side import GenerationSide, Movers
 from rl3d.engine.training import TrainingEngine
@@ -72,8 +72,6 @@ class HybridEngine:
                  rank: int, device: torch.device, staging_bytes: int = 48 << 20, nodes: Sequence[int] | None = None,
                  verify: str | bool = "off", training_copy: str = "keep", gradients: str = "keep",
                  optimizer_state: str = "keep", transport: str = "auto"):  # fmt: skip
-        if training_copy not in ("keep", "drop"):
-            raise ValueError(f"training_copy = {training_copy!r}: expected 'keep' or 'drop'")
         if transport not in ("p2p", "auto", "peer"):
             raise ValueError(f"transport = {transport!r}: expected 'p2p', 'auto' or 'peer'")
         frees = training_copy == "drop" or train.zero.rests_on_host
@@ -82,7 +80,7 @@ class HybridEngine:
         self.train, self.arena, self._make_side = train, arena, make_side
         self.specs, self.source, self.partitions = list(specs), source, partitions
         self.group, self.rank, self.device = group, rank, device
-        self.verify, self.training_copy = check_level(verify), training_copy
+        self.verify, self.copy = check_level(verify), TrainingCopy(train.zero, training_copy)
         self.parking = Parking(train.zero, gradients, optimizer_state)
         self.mode = TRAINING
         self.version = 0  # of the training weights; each optimiser step makes a new one
@@ -102,7 +100,6 @@ class HybridEngine:
         self._usual = self.side.ranks
         self._prepare(self.side)
         self.plan: Plan = self._movers.plan_to(self.side)
-        self._flat_bytes = [t.untyped_storage().nbytes() for t in train.zero.flat_weights()]
 
     # ---- state
 
@@ -180,8 +177,8 @@ class HybridEngine:
         switch.stage("allocate the KV cache", cache, undo)
         if generator is not None:
             generator.weights_version = generator.expected_version = self.version
-        if self.training_copy == "drop":
-            report.freed["training copy"] = self._drop()
+        if self.copy.leaves:
+            report.freed["training copy"] = self.copy.drop()
         report.arena_bytes, report.alias_bytes = self.arena.nbytes, side.alias_bytes
         report.host_bytes = self.parking.host_bytes
         self.mode = GENERATION
@@ -210,9 +207,12 @@ class HybridEngine:
 
         undo = None if generator is None else generator.allocate_cache
         switch.stage("release the KV cache", release, undo, together=True)
-        dropped = self.training_copy == "drop"
-        switch.stage("allocate the training copy", lambda: self._undrop(report), self._drop, when=dropped)
-        whole = not dropped and not self.train.zero.gather_pending
+
+        def restore() -> None:
+            report.allocated["training copy"] = self.copy.restore()
+
+        switch.stage("allocate the training copy", restore, self.copy.drop, when=self.copy.leaves)
+        whole = not self.copy.leaves and not self.train.zero.gather_pending
         switch.stage("rebuild the training copy", lambda: self._make_whole(side, report), when=not whole)
         switch.stage("verify the weights", lambda: self._check(side, report), when=self.verify != "off")
         switch.stage("bring training state back", lambda: self._unpark(report), self.parking.leave,
@@ -269,7 +269,7 @@ class HybridEngine:
         if takes_partitions:
             self._movers.partial(side)
         self._rebuilds = takes_partitions and self._movers.gather_is_dearer(side)
-        if self._rebuilds or self.training_copy == "drop":
+        if self._rebuilds or self.copy.leaves:
             self._movers.back(side)
 
     def _set_strategy(self, strategy: str | None) -> None:
@@ -308,7 +308,7 @@ class HybridEngine:
 
     def _make_whole(self, side: GenerationSide, report: SwitchReport) -> None:
         """Whole training weights, from the nearest holder."""
-        if self.training_copy == "drop" or (self.train.zero.gather_pending and self._rebuilds):
+        if self.copy.leaves or (self.train.zero.gather_pending and self._rebuilds):
             report.source = "generation copy"
             self._move(self._movers.back(side), report)
             self.train.zero.weights_rebuilt()
@@ -319,20 +319,6 @@ class HybridEngine:
         with report.stage("gather"):
             report.source = "partitions"
             report.gathered_bytes = self.train.zero.complete_weights()
-
-    def _drop(self) -> int:
-        """Give the training copy's memory back; the bytes."""
-        for flat in self.train.zero.flat_weights():
-            flat.untyped_storage().resize_(0)
-        return sum(self._flat_bytes)
-
-    def _undrop(self, report: SwitchReport) -> None:
-        flats = self.train.zero.flat_weights()
-        for flat, size in zip(flats, self._flat_bytes, strict=True):
-            flat.untyped_storage().resize_(size)
-        for flat in flats:
-            flat.zero_()  # DeepSpeed's alignment padding at the end belongs to no parameter
-        report.allocated["training copy"] = sum(self._flat_bytes)
 
     def _move(self, resharder: Resharder | WeightFeed, report: SwitchReport) -> None:
         visiting = self.train.zero.rests_on_host and report.direction == "to_generation"

@@ -1,4 +1,4 @@
-"""What training keeps on the device while the actor generates: gradients and optimiser state by policy."""
+"""What training keeps on the device while the actor generates: weights, gradients and optimiser state by policy."""
 
 from torch import Tensor
 
@@ -66,3 +66,38 @@ class Parking:
                 self._places[name].leave()
             raise
         return out
+
+
+class TrainingCopy:
+    """The flat training weights (16-bit, fp32 when training in fp32), which generation weights can stand for.
+
+    Args:
+        zero: whose.
+        policy: ``"keep"``, or ``"drop"``: their memory is given back during generation, their contents are lost.
+
+    Raises:
+        ValueError: an unknown policy.
+    """
+
+    def __init__(self, zero: ZeroEngine, policy: str):
+        if policy not in ("keep", "drop"):
+            raise ValueError(f"training_copy = {policy!r}: expected 'keep' or 'drop'")
+        self.zero, self.leaves = zero, policy == "drop"
+        self._sizes = [flat.untyped_storage().nbytes() for flat in zero.flat_weights()]
+
+    def drop(self) -> int:
+        """Give the memory back; the bytes."""
+        storages = [flat.untyped_storage() for flat in self.zero.flat_weights()]
+        self._sizes = [storage.nbytes() or size for storage, size in zip(storages, self._sizes, strict=True)]
+        for storage in storages:
+            storage.resize_(0)
+        return sum(self._sizes)
+
+    def restore(self) -> int:
+        """Have the memory again, zeros until weights are moved in; the bytes."""
+        flats = self.zero.flat_weights()
+        for flat, size in zip(flats, self._sizes, strict=True):
+            flat.untyped_storage().resize_(size)
+        for flat in flats:
+            flat.zero_()  # DeepSpeed's alignment padding at the end belongs to no parameter
+        return sum(self._sizes)

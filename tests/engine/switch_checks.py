@@ -162,7 +162,7 @@ def _usable(actor: Actor) -> list[str]:
     actor.switch_to_generation()
     problems = (
         compare(actor.hybrid.training_fingerprints(), actor.hybrid.generation_fingerprints())
-        if actor.hybrid.training_copy == "keep"
+        if not actor.hybrid.copy.leaves
         else []
     )
     actor.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, temperature=0.0)
@@ -212,13 +212,13 @@ def _memory(root: Path) -> dict[str, Any]:
     actor.switch_to_generation()
     ids = torch.tensor([[3, 4, 5], [7, 8, 9]])
     before = actor.generate(ids, max_new_tokens=4, temperature=0.0)
-    undrop = actor.hybrid._undrop
+    restore = actor.hybrid.copy.restore
     if rank == 1:
-        actor.hybrid._undrop = lambda report: refuse()
+        actor.hybrid.copy.restore = refuse
     back = _outcome(actor.switch_to_training)
     freed = _everywhere([t.untyped_storage().nbytes() for t in actor.parts.train.zero.flat_weights()])
     after = actor.generate(ids, max_new_tokens=4, temperature=0.0)
-    actor.hybrid._undrop = undrop
+    actor.hybrid.copy.restore = restore
     actor.switch_to_training()
     come = actor.hybrid.parking.come
     actor.switch_to_generation()
