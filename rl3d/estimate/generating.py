@@ -8,7 +8,8 @@ from rl3d.models import Architecture
 ATTENTION = 0.40
 """Share of the peak rate that attention within a sequence reaches: a guess, it is a small part of everything measured."""
 REQUEST = 0.16e-3
-"""Host time of taking in a prompt, before the first token of any."""
+"""Host time of a prompt before the first token of any. Fitted to figures whose clock ran while the benchmark made its
+prompts, which is what this is; it goes when they are measured again."""
 CAPTURE = 0.037
 """Capturing the decode step anew, once in each rollout, because its memory is given back for training: what
 ``rl3d bench first_batch`` measures for it."""
