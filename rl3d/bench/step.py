@@ -14,7 +14,8 @@ HELP = "RL steps with random weights of a shape: seconds by phase, MFU of the up
 PHASES = (
     ("sample", "timing_s/gen"), ("switch", "timing_s/update_weights"), ("old log-probabilities", "timing_s/old_log_prob"),
     ("reference", "timing_s/ref"), ("values", "timing_s/values"), ("update critic", "timing_s/update_critic"),
-    ("update actor", "timing_s/update_actor"), ("step", "timing_s/step"),
+    ("update actor", "timing_s/update_actor"), ("samples to all ranks", "timing_s/exchange"), ("rows", "timing_s/rows"),
+    ("step", "timing_s/step"),
 )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ Rewarding runs in threads beside sampling and starts with the first finished res
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -52,6 +53,15 @@ class StepContext:
     peaks: PhasePeaks = field(default_factory=lambda: PhasePeaks("cpu"))
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def adds_to(self, name: str) -> Iterator[None]:
+        """Add the seconds of a block to a timing."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
 
     @property
     def leads_replica(self) -> bool:
@@ -119,13 +129,12 @@ def add_model_scores(ctx: StepContext, samples: Sequence[Sample], model: RewardM
     At a phase boundary, on every rank: the model is spread over the training layout. ``info["reward_model"]`` has the
     score by itself.
     """
-    start = time.perf_counter()
-    scores = ctx.actor.call("reward_model", lambda: model.scores([s.prompt_ids + s.response_ids for s in samples]))
+    with ctx.adds_to(names.TIMING_REWARD):
+        scores = ctx.actor.call("reward_model", lambda: model.scores([s.prompt_ids + s.response_ids for s in samples]))
     out = []
     for sample, score in zip(samples, scores, strict=True):
         total = None if sample.failed or sample.score is None else sample.score + weight * score
         out.append(replace(sample, score=total, info={**sample.info, "reward_model": score}))
-    ctx.timings[names.TIMING_REWARD] = ctx.timings.get(names.TIMING_REWARD, 0.0) + time.perf_counter() - start
     return out
 
 
@@ -138,7 +147,8 @@ def updating_flow(ctx: StepContext, samples: Sequence[Sample]) -> dict[str, floa
     mini_batches = [range(i, i + size) for i in range(0, len(batch), size)]
 
     def run() -> dict[str, float]:
-        update = actor.policy_update(batch, mini_batches, ctx.rollout.temperature, algorithm)
+        with ctx.adds_to(names.TIMING_ROWS):
+            update = actor.policy_update(batch, mini_batches, ctx.rollout.temperature, algorithm)
         out = _timed(ctx, names.TIMING_OLD_LOG_PROB, update.old_logprobs)
         if actor.parts.reference is not None:
             reference = actor.parts.reference
@@ -253,10 +263,8 @@ def score_at_boundary(ctx: StepContext, samples: Sequence[Sample]) -> list[Sampl
     """
     if not samples or not ctx.rewards.at_boundary:
         return list(samples)
-    start = time.perf_counter()
-    out = ctx.rewards.finish(samples, ctx.prompts)
-    ctx.timings[names.TIMING_REWARD] = ctx.timings.get(names.TIMING_REWARD, 0.0) + time.perf_counter() - start
-    return out
+    with ctx.adds_to(names.TIMING_REWARD):
+        return ctx.rewards.finish(samples, ctx.prompts)
 
 
 def _guarded(flow: RewardingFlow, ctx: StepContext, inbox: Any, out: Any, errors: list[BaseException]) -> None:

@@ -14,6 +14,8 @@ TIMING_ADV = "timing_s/adv"
 TIMING_UPDATE_CRITIC = "timing_s/update_critic"
 TIMING_UPDATE_ACTOR = "timing_s/update_actor"
 TIMING_UPDATE_WEIGHTS = "timing_s/update_weights"
+TIMING_EXCHANGE = "timing_s/exchange"
+TIMING_ROWS = "timing_s/rows"
 TIMING_STEP = "timing_s/step"
 # the update
 ACTOR_PG_LOSS = "actor/pg_loss"

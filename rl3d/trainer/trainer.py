@@ -183,13 +183,14 @@ class RLTrainer:
         )  # fmt: skip
         self.console.sampling(step, len(ctx.prompts), len(ctx.prompts) * n)
         with self.peaks.phase("gen"):
-            switch = actor.switch_to_generation()
+            with ctx.adds_to(names.TIMING_UPDATE_WEIGHTS):
+                actor.switch_to_generation()
             mine = run_sampling_and_rewarding(ctx, self.flows)
-        back = actor.switch_to_training()
-        ctx.timings[names.TIMING_UPDATE_WEIGHTS] = switch.total_seconds + back.total_seconds
+        with ctx.adds_to(names.TIMING_UPDATE_WEIGHTS):
+            actor.switch_to_training()
         mine = score_at_boundary(ctx, mine)
-
-        samples = exchange(mine, ctx.prompts, n, actor.parts.gen_groups, self.runtime.cpu_group)
+        with ctx.adds_to(names.TIMING_EXCHANGE):
+            samples = exchange(mine, ctx.prompts, n, actor.parts.gen_groups, self.runtime.cpu_group)
         self.rewards.check_failures(samples)
         if self.reward_model is not None:
             samples = add_model_scores(ctx, samples, *self.reward_model)
