@@ -143,7 +143,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(hub, tmp_path):
     cached = python(code, hub, tmp_path)
     assert cached.stdout == online.stdout, cached.stderr
     missing = python(code, hub, tmp_path, HF_HOME=str(tmp_path / "other"))
-    assert time.monotonic() - start < 20, "huggingface_hub alone retries for 24 seconds"
+    assert time.monotonic() - start < 40, "huggingface_hub alone retries for 24 seconds, in each of the two"
     assert "does not answer" in missing.stderr and "run `hf download org/small`" in missing.stderr
     assert "Retrying" not in missing.stderr
 
