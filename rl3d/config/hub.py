@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import socket
+import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,10 +113,15 @@ class HubId:
         )
 
 
-@functools.cache
 def _unreachable() -> str | None:
-    """Why the hub cannot be had, or None: asked once, for the hub's client tries each file for 24 seconds before it looks
-    into its cache. Behind a proxy, or where only the cache is wanted, the client decides."""
+    """Why the hub cannot be had, or None. Asked before its client, which tries each file for 24 seconds before it looks
+    into its cache; behind a proxy, or where only the cache is wanted, the client decides. Good for a minute: the network
+    may come back while the process lives."""
+    return _ask(int(time.monotonic() // 60))
+
+
+@functools.lru_cache(maxsize=1)
+def _ask(minute: int) -> str | None:
     from huggingface_hub import constants
 
     place = urlsplit(constants.ENDPOINT)

@@ -11,7 +11,7 @@ Without CUDA the same step runs eagerly, in the same buckets.
 
 import logging
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -177,18 +177,18 @@ class DecodeRunner:
 
     def _compute(self, key: tuple[int, int, str]) -> None:
         """The step on the static buffers."""
-        rows, columns, kind = key
+        rows, columns, _ = key
         buffers = self.buffers
         logits = self.body.forward(buffers.tokens[:rows], buffers.positions[:rows], self.table[:rows, :columns])
-        self._draw(logits, kind)
+        self._draw(logits)
 
-    def _draw(self, logits: torch.Tensor, kind: str) -> None:
+    def _draw(self, logits: torch.Tensor) -> None:
         buffers, rows = self.buffers, len(logits)
         positions = buffers.positions[:rows]
-        sampling = SamplingBatch(
-            buffers.keys[:rows], buffers.temperature[:rows], buffers.top_p[:rows], buffers.top_k[:rows],
-            buffers.min_p[:rows], ranked="top-k" in kind, nucleus="top-p" in kind, filtered="filtered" in kind,
-            greedy=kind == "greedy", tempered="tempered" in kind,
+        assert self._sampling is not None
+        sampling = replace(
+            self._sampling, keys=buffers.keys[:rows], temperature=buffers.temperature[:rows], top_p=buffers.top_p[:rows],
+            top_k=buffers.top_k[:rows], min_p=buffers.min_p[:rows],
         )  # fmt: skip
         positions += positions >= 0
         self.sampler.draw(logits, sampling, positions, out=(buffers.tokens[:rows], buffers.packed[:, :rows]))

@@ -13,6 +13,7 @@ Shape legend: B rows, V vocabulary columns of this shard, N blocks (of all shard
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -242,10 +243,10 @@ class Shard:
         """Blocks of every rank's shard, padding included: as many everywhere."""
         return -(-self.logits_BV.shape[1] // BLOCK)
 
-    def launch(self, kernel: object, out: Tensor, *state: Tensor, **options: object) -> Tensor:
+    def launch(self, kernel: Any, out: Tensor, *state: Tensor, **options: Any) -> Tensor:
         """Run a kernel over rows and blocks; what all ranks' blocks found."""
         grid = (len(self.logits_BV), self.blocks())
-        kernel[grid](self.logits_BV, self.temperature_B, *state, out, self.logits_BV.stride(0), self.valid,  # type: ignore[index]
+        kernel[grid](self.logits_BV, self.temperature_B, *state, out, self.logits_BV.stride(0), self.valid,
                      self.blocks(), TEMPERED=self.tempered, BLOCK=BLOCK, num_warps=8, **options)  # fmt: skip
         return self.gather(out).contiguous()
 
