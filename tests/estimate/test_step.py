@@ -11,7 +11,7 @@ from rl3d.estimate.topology import Topology
 from rl3d.layout import GenLayout, LayoutError, TrainLayout
 from rl3d.models import Architecture
 from rl3d.models.shapes import shape
-from tests.estimate.measured import CONSTANTS, Figure, figures, fit
+from tests.estimate.measured import ARCHS, CONSTANTS, Figure, figures, fit
 
 H200 = Topology.read("h200-8")
 LLAMA, QWEN = (Architecture.from_hf(shape(name)) for name in ("llama2-7b", "qwen2.5-1.5b"))
@@ -25,6 +25,14 @@ def test_what_was_measured(figure: Figure) -> None:
         assert error > 0.15, "no reason is needed any more"
     else:
         assert error < (0.10 if figure.fitted else 0.15)
+
+
+@pytest.mark.parametrize(
+    "model, batch, measured", [("qwen2.5-1.5b", 128, 46_666), ("qwen2.5-1.5b", 256, 64_376), ("qwen2.5-7b", 128, 19_382)]
+)
+def test_decoding_is_as_fast_as_a_prototype_was(model: str, batch: int, measured: int) -> None:
+    """A lean forward body in one CUDA graph at context 900, to which nothing was fitted."""
+    assert batch / decode_step(ARCHS[model], 1, batch, 900, H200) == pytest.approx(measured, rel=0.1)
 
 
 def test_most_figures_are_held_out() -> None:
