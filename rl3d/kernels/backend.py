@@ -1,8 +1,10 @@
 """Which of the two paths a tensor takes."""
 
 import os
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 try:
@@ -27,6 +29,30 @@ def use_triton(x: Tensor) -> bool:
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter. It has to be switched on before Triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Launch options with which a kernel that calls :func:`begin` starts while the one before it in the stream ends."""
+    return dict(_overlap(device))
+
+
+@lru_cache
+def _overlap(device: torch.device) -> tuple[tuple[str, bool], ...]:
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0):
+        return ("OVERLAP", True), ("launch_pdl", True)
+    return (("OVERLAP", False),)
+
+
+@jit
+def begin(OVERLAP: constexpr):
+    """The next kernel of the stream may be set up; wait until all that the one before has written is to be seen.
+
+    CUDA's programmatic dependent launch: a decode step is some 300 kernels of a few microseconds, of which setting up and
+    winding down are a good part. Before this call a kernel may read only what no kernel of the step writes: weights.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 def block_of(size: int, largest: int = 65536) -> int:

@@ -9,7 +9,7 @@ Shape legend: T tokens, H query heads, G key/value heads, D head size, P pages, 
 import torch
 from torch import Tensor
 
-from rl3d.kernels.backend import block_of, constexpr, jit, tl, use_triton
+from rl3d.kernels.backend import begin, block_of, constexpr, jit, overlap, tl, use_triton
 from rl3d.kernels.rmsnorm import rms_norm
 from rl3d.kernels.rotary import rotary
 
@@ -18,7 +18,8 @@ from rl3d.kernels.rotary import rotary
 def _append(qkv_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, table_ptr, rows_ptr, q_ptr, k_ptr,
             v_ptr, key_ptr, value_ptr, tokens, table_stride, page_stride, token_stride, head_stride, eps, GROUP: constexpr,
             GROUPS: constexpr, HALF: constexpr, WIDTH: constexpr, PAGE: constexpr, BIAS: constexpr, NORM: constexpr,
-            ROWS: constexpr, KEEP: constexpr, TOKENS: constexpr):  # fmt: skip
+            ROWS: constexpr, KEEP: constexpr, TOKENS: constexpr, OVERLAP: constexpr):  # fmt: skip
+    begin(OVERLAP)
     token, head = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     group, kind = head // (GROUP + 2), head % (GROUP + 2)  # of each key/value head: its query heads, its key, its value
     column = tl.arange(0, WIDTH)
@@ -105,6 +106,7 @@ def rotate_append(qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor,
                 k_pool.stride(0), k_pool.stride(1), k_pool.stride(2), eps, GROUP=group, GROUPS=groups, HALF=size // 2,
                 WIDTH=block_of(size // 2), PAGE=page_size, BIAS=bias is not None, NORM=norms is not None,
                 ROWS=rows is not None, KEEP=kept is not None, TOKENS=together, num_warps=1 if together == 1 else 4,
+                **overlap(qkv.device),
             )  # fmt: skip
         return q
     x = (qkv if bias is None else qkv + bias).view(tokens, groups, group + 2, size)
@@ -125,17 +127,18 @@ def rotate_append(qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor,
 
 
 @jit
-def _add_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, width, eps, BLOCK: constexpr):
+def _add_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, width, eps, BLOCK: constexpr, OVERLAP: constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     dtype = out_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    begin(OVERLAP)
     x = tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(residual_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     x = x.to(dtype)
     tl.store(sum_ptr + row * width + columns, x, mask=inside)
     x = x.to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
     tl.store(out_ptr + row * width + columns, ((x * rstd).to(dtype).to(tl.float32) * weight).to(dtype), mask=inside)
 
@@ -150,5 +153,5 @@ def add_rms_norm(x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, eps: float
     if rows:
         block = block_of(width)
         _add_norm[(rows,)](x_NH, residual_NH, weight_H, out_NH, total_NH, width, eps, BLOCK=block,
-                           num_warps=8 if block >= 2048 else 4)  # fmt: skip
+                           num_warps=8 if block >= 2048 else 4, **overlap(x_NH.device))  # fmt: skip
     return out_NH, total_NH

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl3d.kernels.backend import block_of, constexpr, jit, tl, use_triton
+from rl3d.kernels.backend import begin, block_of, constexpr, jit, overlap, tl, use_triton
 from rl3d.kernels.rmsnorm import rms_norm
 from rl3d.kernels.swiglu import swiglu
 
@@ -21,7 +21,7 @@ WHOLE = 4096
 @jit
 def _gemv(x_ptr, norm_ptr, weight_ptr, residual_ptr, out_ptr, outputs, inputs, eps, NORM: constexpr, GLU: constexpr,
           RESIDUAL: constexpr, SINGLE: constexpr, WIDTH: constexpr, ROWS: constexpr, BLOCK: constexpr,
-          STAGES: constexpr):  # fmt: skip
+          STAGES: constexpr, OVERLAP: constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < outputs
     start = weight_ptr + row.to(tl.int64)[:, None] * inputs
@@ -35,15 +35,18 @@ def _gemv(x_ptr, norm_ptr, weight_ptr, residual_ptr, out_ptr, outputs, inputs, e
         weight = tl.load(start + column[None, :], mask=real, other=0.0)
         if GLU:
             other = tl.load(second + column[None, :], mask=real, other=0.0)
-        x = tl.load(x_ptr + column, mask=here, other=0.0).to(tl.float32)
         if NORM:
             scale = tl.load(norm_ptr + column, mask=here, other=0.0).to(tl.float32)
+        begin(OVERLAP)
+        x = tl.load(x_ptr + column, mask=here, other=0.0).to(tl.float32)
+        if NORM:
             rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / inputs + eps)
             x = ((x * rstd).to(dtype).to(tl.float32) * scale).to(dtype).to(tl.float32)
         out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
         if GLU:
             up = tl.sum(other.to(tl.float32) * x[None, :], axis=1)
     else:
+        begin(OVERLAP)
         rstd = 1.0
         if NORM:
             all_columns = tl.arange(0, WIDTH)
@@ -91,7 +94,7 @@ def _run(x: Tensor, weight: Tensor, outputs: int, dtype: torch.dtype, norm: tupl
     _gemv[(-(-outputs // rows),)](
         x, x if norm is None else norm[0], weight, x if residual is None else residual, out, outputs, inputs,
         0.0 if norm is None else norm[1], NORM=norm is not None, GLU=glu, RESIDUAL=residual is not None, SINGLE=single,
-        WIDTH=width, ROWS=rows, BLOCK=block, STAGES=3, num_warps=warps,
+        WIDTH=width, ROWS=rows, BLOCK=block, STAGES=3, num_warps=warps, **overlap(x.device),
     )  # fmt: skip
     return out
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from rl3d.kernels.backend import block_of, constexpr, interpreted, jit, tl, use_triton
+from rl3d.kernels.backend import begin, block_of, constexpr, interpreted, jit, overlap, tl, use_triton
 
 SPLIT = 256
 """Tokens of a split. Constant, because a sum's bits depend on it."""
@@ -25,7 +25,8 @@ _LOG2_E = 1.4426950408889634
 def _partial(q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, out_ptr, sums_ptr, parts_ptr, heads, table_stride, page_stride,
              token_stride, head_stride, scale, GROUP: constexpr, ROWS: constexpr, SIZE: constexpr, WIDTH: constexpr,
              PAGE: constexpr, TOKENS: constexpr, PART: constexpr, PARTS: constexpr,
-             WIDE: constexpr):  # fmt: skip
+             WIDE: constexpr, OVERLAP: constexpr):  # fmt: skip
+    begin(OVERLAP)
     sequence, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + sequence)
     first = part * PART
@@ -72,7 +73,8 @@ def _partial(q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, out_ptr, sums_ptr, par
 
 @jit
 def _join(lengths_ptr, out_ptr, sums_ptr, parts_ptr, heads, SIZE: constexpr, WIDTH: constexpr, PART: constexpr,
-          PARTS: constexpr):  # fmt: skip
+          PARTS: constexpr, OVERLAP: constexpr):  # fmt: skip
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths_ptr + row // heads)
     column = tl.arange(0, WIDTH)
@@ -112,7 +114,7 @@ def paged_decode(q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Ten
         return out
     parts = -(-block_table.shape[1] * page_size // SPLIT)
     group, width = heads // kv_heads, max(16, block_of(size))
-    tokens = 128 if q_BHD.dtype != torch.float32 else 32
+    tokens = 64 if q_BHD.dtype != torch.float32 else 32
     sums, lse = out, lengths  # never touched when there is one part
     if parts > 1:
         sums = torch.empty(batch, heads, parts, size, dtype=torch.float32, device=out.device)
@@ -123,9 +125,11 @@ def paged_decode(q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Ten
         WIDTH=width, PAGE=page_size, TOKENS=tokens, PART=SPLIT, PARTS=parts,
         WIDE=interpreted(),  # whose tl.dot takes the bits of bfloat16 for integers
         num_warps=4, num_stages=_stages(q_BHD.device, 2 * tokens * width * q_BHD.element_size()),
+        **overlap(q_BHD.device),
     )  # fmt: skip
     if parts > 1:
-        _join[(batch * heads,)](lengths, out, sums, lse, heads, SIZE=size, WIDTH=width, PART=SPLIT, PARTS=parts, num_warps=1)
+        _join[(batch * heads,)](lengths, out, sums, lse, heads, SIZE=size, WIDTH=width, PART=SPLIT, PARTS=parts, num_warps=1,
+                               **overlap(q_BHD.device))  # fmt: skip
     return out
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl3d.kernels.backend import block_of, constexpr, jit, tl, use_triton
+from rl3d.kernels.backend import begin, block_of, constexpr, jit, overlap, tl, use_triton
 
 _PARTS = 512  # programs of the backward kernel; each adds up the weight's gradient over its rows
 
 
 @jit
-def _forward(x_ptr, weight_ptr, out_ptr, rstd_ptr, width, eps, BLOCK: constexpr):
+def _forward(x_ptr, weight_ptr, out_ptr, rstd_ptr, width, eps, BLOCK: constexpr, OVERLAP: constexpr):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -56,7 +57,8 @@ class _RMSNorm(torch.autograd.Function):
             rstd_N = torch.empty(x_NH.shape[0], dtype=torch.float32, device=x_NH.device)
             if len(x_NH):
                 width = x_NH.shape[1]
-                _forward[(len(x_NH),)](x_NH, weight_H, out_NH, rstd_N, width, eps, BLOCK=block_of(width))
+                _forward[(len(x_NH),)](x_NH, weight_H, out_NH, rstd_N, width, eps, BLOCK=block_of(width),
+                                       **overlap(x_NH.device))  # fmt: skip
         else:
             x32_NH = x_NH.float()
             rstd_N = torch.rsqrt(x32_NH.square().mean(-1) + eps)

@@ -11,7 +11,7 @@ Shape legend: B rows, V vocabulary columns of this shard, N blocks (of all shard
 import torch
 from torch import Tensor
 
-from rl3d.kernels.backend import block_of, constexpr, interpreted, jit, tl
+from rl3d.kernels.backend import begin, block_of, constexpr, interpreted, jit, overlap, tl
 
 BLOCK = 4096
 
@@ -46,7 +46,9 @@ def _perturbed(score, top, temperature, GREEDY: constexpr):
 @jit
 def _partials(logits_ptr, keys_ptr, positions_ptr, vocabulary_ptr, temperature_ptr, edges_ptr, out_ptr, width, valid, start,
               blocks, POSITION: constexpr, MUL1: constexpr, MUL2: constexpr, GREEDY: constexpr, PLAIN: constexpr,
-              FILTERED: constexpr, COLUMNS: constexpr, INTERPRETED: constexpr, BLOCK: constexpr):  # fmt: skip
+              FILTERED: constexpr, COLUMNS: constexpr, INTERPRETED: constexpr, BLOCK: constexpr,
+              OVERLAP: constexpr):  # fmt: skip
+    begin(OVERLAP)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < valid
@@ -128,7 +130,7 @@ def draw_partials(logits_BV: Tensor, valid: int, start: int, keys_B: Tensor, pos
             logits_BV, keys_B, positions_B, vocabulary_V, temperature_B, temperature_B if edges_B3 is None else edges_B3,
             out, logits_BV.stride(0), valid, start, blocks, POSITION=multipliers[0], MUL1=multipliers[1],
             MUL2=multipliers[2], GREEDY=greedy, PLAIN=plain, FILTERED=edges_B3 is not None, COLUMNS=columns,
-            INTERPRETED=interpreted(), BLOCK=BLOCK, num_warps=8,
+            INTERPRETED=interpreted(), BLOCK=BLOCK, num_warps=8, **overlap(logits_BV.device),
         )  # fmt: skip
     return out
 
@@ -141,7 +143,8 @@ def _log_sum_exp(values):
 
 @jit
 def _join(parts_ptr, temperature_ptr, edges_ptr, tokens_ptr, packed_ptr, stride, blocks, margin, PLAIN: constexpr,
-          FILTERED: constexpr, COLUMNS: constexpr, WIDTH: constexpr):  # fmt: skip
+          FILTERED: constexpr, COLUMNS: constexpr, WIDTH: constexpr, OVERLAP: constexpr):  # fmt: skip
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, WIDTH)
     inside = block < blocks
@@ -196,5 +199,5 @@ def join_partials(parts_BN: Tensor, temperature_B: Tensor, margin: float, tokens
         _join[(rows,)](
             parts_BN.contiguous(), temperature_B, temperature_B if edges_B3 is None else edges_B3, tokens_B, packed,
             packed.stride(0), blocks, margin, PLAIN=columns in (7, 10), FILTERED=edges_B3 is not None, COLUMNS=columns,
-            WIDTH=block_of(blocks), num_warps=1 if blocks <= 128 else 4,
+            WIDTH=block_of(blocks), num_warps=1 if blocks <= 128 else 4, **overlap(parts_BN.device),
         )  # fmt: skip

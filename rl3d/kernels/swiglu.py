@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl3d.kernels.backend import block_of, constexpr, jit, tl, triton, use_triton
+from rl3d.kernels.backend import begin, block_of, constexpr, jit, overlap, tl, triton, use_triton
 
 
 @jit
-def _forward(x_ptr, out_ptr, width, BLOCK: constexpr):
+def _forward(x_ptr, out_ptr, width, BLOCK: constexpr, OVERLAP: constexpr):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -55,7 +56,7 @@ class _SwiGLU(torch.autograd.Function):
         out_NF = x_NF.new_empty(x_NF.shape[0], width)
         if len(x_NF):
             grid, block = _grid(len(x_NF), width)
-            _forward[grid](x_NF, out_NF, width, BLOCK=block)
+            _forward[grid](x_NF, out_NF, width, BLOCK=block, **overlap(x_NF.device))
         return out_NF
 
     @staticmethod

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl3d.kernels.backend import block_of, constexpr, jit, tl
+from rl3d.kernels.backend import begin, block_of, constexpr, jit, overlap, tl
 
 BLOCK = 4096
 PASSES = 12
@@ -41,7 +41,9 @@ def _scaled(logits_ptr, temperature_ptr, row, width, column, valid, TEMPERED: co
 
 
 @jit
-def _extent(logits_ptr, temperature_ptr, out_ptr, width, valid, blocks, TEMPERED: constexpr, BLOCK: constexpr):
+def _extent(logits_ptr, temperature_ptr, out_ptr, width, valid, blocks, TEMPERED: constexpr, BLOCK: constexpr,
+            OVERLAP: constexpr):  # fmt: skip
+    begin(OVERLAP)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     x = _scaled(logits_ptr, temperature_ptr, row, width, column, valid, TEMPERED, BLOCK)
@@ -54,8 +56,9 @@ def _extent(logits_ptr, temperature_ptr, out_ptr, width, valid, blocks, TEMPERED
 
 @jit
 def _above(logits_ptr, temperature_ptr, state_ptr, frame_ptr, out_ptr, width, valid, blocks, COUNT: constexpr,
-           WIDE: constexpr, THRESHOLDS: constexpr, TEMPERED: constexpr, BLOCK: constexpr):  # fmt: skip
+           WIDE: constexpr, THRESHOLDS: constexpr, TEMPERED: constexpr, BLOCK: constexpr, OVERLAP: constexpr):  # fmt: skip
     """Entries, or their probability, above each of the frame's thresholds and not above its end."""
+    begin(OVERLAP)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     frame = frame_ptr + row * 8
     if tl.load(frame + THRESHOLDS + 1) > 0:
@@ -115,7 +118,8 @@ def _save(state, frame, lo, hi, limit, above_lo, above_hi, whole, COUNT: constex
 
 @jit
 def _narrow(parts_ptr, state_ptr, frame_ptr, blocks, COUNT: constexpr, WIDE: constexpr, THRESHOLDS: constexpr,
-            WIDTH: constexpr):  # fmt: skip
+            WIDTH: constexpr, OVERLAP: constexpr):  # fmt: skip
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     frame, state = frame_ptr + row * 8, state_ptr + row * WIDE
     if tl.load(frame + THRESHOLDS + 1) > 0:
@@ -140,8 +144,10 @@ def _narrow(parts_ptr, state_ptr, frame_ptr, blocks, COUNT: constexpr, WIDE: con
 
 @jit
 def _open_ranks(extent_ptr, state_ptr, frame_ptr, temperature_ptr, top_k_ptr, blocks, size, UNKNOWN: constexpr,
-                REACH: constexpr, WIDE: constexpr, THRESHOLDS: constexpr, WIDTH: constexpr):  # fmt: skip
+                REACH: constexpr, WIDE: constexpr, THRESHOLDS: constexpr, WIDTH: constexpr,
+                OVERLAP: constexpr):  # fmt: skip
     """Join the extents of all blocks, and begin with top-k: less than k entries lie above its edge."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     frame, state = frame_ptr + row * 8, state_ptr + row * WIDE
     block = tl.arange(0, WIDTH)
@@ -162,8 +168,9 @@ def _open_ranks(extent_ptr, state_ptr, frame_ptr, temperature_ptr, top_k_ptr, bl
 
 @jit
 def _beyond(logits_ptr, temperature_ptr, ranks_ptr, out_ptr, width, valid, blocks, WIDE: constexpr, TEMPERED: constexpr,
-            BLOCK: constexpr):  # fmt: skip
+            BLOCK: constexpr, OVERLAP: constexpr):  # fmt: skip
     """Probability above the lower end of top-k's bracket: of what it leaves."""
+    begin(OVERLAP)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     x = _scaled(logits_ptr, temperature_ptr, row, width, column, valid, TEMPERED, BLOCK)
@@ -175,8 +182,9 @@ def _beyond(logits_ptr, temperature_ptr, ranks_ptr, out_ptr, width, valid, block
 @jit
 def _open_nucleus(beyond_ptr, ranks_ptr, state_ptr, frame_ptr, temperature_ptr, top_p_ptr, blocks, size, margin,
                   RANKED: constexpr, UNKNOWN: constexpr, WIDE: constexpr, THRESHOLDS: constexpr,
-                  WIDTH: constexpr):  # fmt: skip
+                  WIDTH: constexpr, OVERLAP: constexpr):  # fmt: skip
     """Begin with top-p, of what top-k left: tighter by the margin, as it is, looser by it."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     frame, state, ranks = frame_ptr + row * 8, state_ptr + row * WIDE, ranks_ptr + row * WIDE
     whole, best, floor = tl.load(ranks + 20), tl.load(ranks + 21), tl.load(ranks)
@@ -205,7 +213,9 @@ def _open_nucleus(beyond_ptr, ranks_ptr, state_ptr, frame_ptr, temperature_ptr, 
 
 
 @jit
-def _cut(ranks_ptr, nucleus_ptr, temperature_ptr, min_p_ptr, out_ptr, margin, NUCLEUS: constexpr, WIDE: constexpr):
+def _cut(ranks_ptr, nucleus_ptr, temperature_ptr, min_p_ptr, out_ptr, margin, NUCLEUS: constexpr, WIDE: constexpr,
+         OVERLAP: constexpr):  # fmt: skip
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     edge = tl.arange(0, 4)
     best = tl.load(ranks_ptr + row * WIDE + 21)
@@ -246,8 +256,9 @@ class Shard:
     def launch(self, kernel: Any, out: Tensor, *state: Tensor, **options: Any) -> Tensor:
         """Run a kernel over rows and blocks; what all ranks' blocks found."""
         grid = (len(self.logits_BV), self.blocks())
-        kernel[grid](self.logits_BV, self.temperature_B, *state, out, self.logits_BV.stride(0), self.valid,
-                     self.blocks(), TEMPERED=self.tempered, BLOCK=BLOCK, num_warps=8, **options)  # fmt: skip
+        options |= {"TEMPERED": self.tempered, "BLOCK": BLOCK, "num_warps": 8, **overlap(out.device)}
+        kernel[grid](self.logits_BV, self.temperature_B, *state, out, self.logits_BV.stride(0), self.valid, self.blocks(),
+                     **options)  # fmt: skip
         return self.gather(out).contiguous()
 
 
@@ -274,7 +285,7 @@ def filter_edges(shard: Shard, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor
     sums = torch.zeros(rows, blocks, _THRESHOLDS, dtype=torch.float32, device=device)
     grid, total = (rows,), extent.shape[1]
     shape: dict[str, int] = {"WIDE": _WIDE, "THRESHOLDS": _THRESHOLDS}
-    alone: dict[str, int] = {"WIDTH": block_of(total), "num_warps": 1}
+    alone: dict[str, int] = {"WIDTH": block_of(total), "num_warps": 1, **overlap(device)}
 
     def search(state: Tensor, count: bool) -> None:
         for _ in range(PASSES):
@@ -294,5 +305,6 @@ def filter_edges(shard: Shard, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor
         _open_nucleus[grid](left, ranks, inner, frame, temperature_B, top_p_B, total, shard.size, margin, RANKED=ranked,
                             UNKNOWN=_UNKNOWN, **shape, **alone)  # fmt: skip
         search(inner, False)
-    _cut[grid](ranks, inner, temperature_B, min_p_B, out, margin, NUCLEUS=nucleus, WIDE=_WIDE, num_warps=1)
+    _cut[grid](ranks, inner, temperature_B, min_p_B, out, margin, NUCLEUS=nucleus, WIDE=_WIDE, num_warps=1,
+               **overlap(device))  # fmt: skip
     return out

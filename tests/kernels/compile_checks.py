@@ -23,7 +23,8 @@ from rl3d.generation.noise import sequence_key
 from rl3d.generation.sampler import Sampler, SamplingBatch
 from rl3d.kernels import paged_attention, strided_copy
 
-HELPERS = {"_scaled", "_joined", "_after", "_save", "_log_sum_exp", "_exponential", "_perturbed"}  # called by kernels
+# called by kernels
+HELPERS = {"begin", "_scaled", "_joined", "_after", "_save", "_log_sum_exp", "_exponential", "_perturbed"}
 COMPILED: set[str] = set()
 CPU = torch.device("cpu")
 
@@ -63,6 +64,9 @@ def only_compile(capability: int) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("rl3d.") and hasattr(module, "use_triton"):
             module.use_triton = lambda x: True  # type: ignore[attr-defined]
+        if name.startswith("rl3d.kernels.") and hasattr(module, "overlap"):
+            options = {"OVERLAP": capability >= 90, "launch_pdl": capability >= 90}
+            module.overlap = lambda device, options=options: options  # type: ignore[attr-defined]
 
 
 def decoding(dtype: torch.dtype) -> None:
