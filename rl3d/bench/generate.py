@@ -215,13 +215,15 @@ def _own(args: argparse.Namespace, arch: Any, batches: list[int], dtype: Any, ru
 
 
 def _randomize(model: Any) -> None:
-    """Weights made where they stay; norms keep their ones."""
+    """Weights made where they stay; norms keep their ones, biases are not initialised yet."""
     import torch
 
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02)
+            elif name.endswith("bias"):
+                parameter.zero_()
 
 
 def _sampling_seconds(args: argparse.Namespace, generator: Any, batch: int) -> float:
