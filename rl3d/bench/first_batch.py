@@ -12,6 +12,7 @@ from typing import Any
 
 from rl3d.bench import BenchError
 
+_TELL_EVERY = 10.0  # seconds
 HELP = "Tokens per second of the first batch after a switch beside later ones; seconds from an update to the first token."
 
 
@@ -115,6 +116,7 @@ def _measure(args: argparse.Namespace, hf_config: dict[str, Any], scratch: Path)
         rollout = actor.rollout(ids, max_new_tokens=args.response_len, stop_token_ids=[])
         rewards = torch.arange(float(len(ids)))
         firsts, later, ratios, tokens, switches, memory = [], [], [], [], [], []
+        told = time.perf_counter()
         for round_ in range(args.rounds + 1):
             actor.update(rollout.sequences, rewards, rollout.logprobs)
             runtime.barrier()
@@ -132,6 +134,10 @@ def _measure(args: argparse.Namespace, hf_config: dict[str, Any], scratch: Path)
                 ratios.append(statistics.median(after) / first)
                 tokens.append(switch + token)
                 switches.append(switch)
+                if runtime.rank == 0 and (round_ == args.rounds or time.perf_counter() - told > _TELL_EVERY):
+                    told = time.perf_counter()
+                    sys.stderr.write(f"round {round_} of {args.rounds}: first batch {firsts[-1]:,.0f} tokens/s, "
+                                     f"{memory[-1] / 1e9:.3f} GB in use\n")  # fmt: skip
         device = torch.cuda.get_device_name() if runtime.device.type == "cuda" else "CPU"
         found = {"device": device, "ranks": runtime.world_size, "first": statistics.median(firsts),
                  "later": statistics.median(later), "ratio": statistics.median(ratios),

@@ -76,9 +76,17 @@ class _Buffers:
         self.tokens, self.positions = zeros(torch.int64), zeros(torch.int64)
         self.keys, self.top_k = zeros(torch.int64), zeros(torch.int64)
         self.temperature, self.top_p, self.min_p = zeros(torch.float32), zeros(torch.float32), zeros(torch.float32)
-        self.packed = zeros(torch.float64, 5)
-        on_host = [torch.zeros(5, rows, dtype=torch.float64, pin_memory=device.type == "cuda") for _ in range(2)]
-        self.host = on_host  # in turn: a step may start before the last one's draw has been read
+        self._draws = torch.zeros(5 * rows, dtype=torch.float64, device=device)
+        on_host = [torch.zeros(5 * rows, dtype=torch.float64, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._on_host = on_host  # in turn: a step may start before the last one's draw has been read
+
+    def draws(self, rows: int, turn: int | None = None) -> torch.Tensor:
+        """fp64 [5, rows] of a bucket on the device, or on the host for its ``turn`` (0 or 1).
+
+        Contiguous: a part of wider rows would go through pageable memory, and the host would wait for every step.
+        """
+        whole = self._draws if turn is None else self._on_host[turn]
+        return whole[: 5 * rows].view(5, rows)
 
 
 class DecodeRunner:
@@ -167,13 +175,13 @@ class DecodeRunner:
         else:
             self._compute(key)
         self._turn ^= 1
-        packed = self.buffers.host[self._turn][:, : self.rows]
-        packed.copy_(self.buffers.packed[:, : self.rows], non_blocking=True)
+        packed = self.buffers.draws(key[0], self._turn)
+        packed.copy_(self.buffers.draws(key[0]), non_blocking=True)
         event = None
         if self.table.is_cuda:
             event = torch.cuda.Event()
             event.record()
-        return PendingDraw(packed, event)
+        return PendingDraw(packed[:, : self.rows], event)
 
     def _compute(self, key: tuple[int, int, str]) -> None:
         """The step on the static buffers."""
@@ -191,7 +199,7 @@ class DecodeRunner:
             top_k=buffers.top_k[:rows], min_p=buffers.min_p[:rows],
         )  # fmt: skip
         positions += positions >= 0
-        self.sampler.draw(logits, sampling, positions, out=(buffers.tokens[:rows], buffers.packed[:, :rows]))
+        self.sampler.draw(logits, sampling, positions, out=(buffers.tokens[:rows], buffers.draws(rows)))
 
     def _capture(self, key: tuple[int, int, str]) -> None:
         """Run once outside (kernels compile, libraries allocate), put the state back, and capture."""

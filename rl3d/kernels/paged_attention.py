@@ -114,7 +114,7 @@ def paged_decode(q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Ten
         return out
     parts = -(-block_table.shape[1] * page_size // SPLIT)
     group, width = heads // kv_heads, max(16, block_of(size))
-    tokens = 64 if q_BHD.dtype != torch.float32 else 32
+    tokens = 128 if q_BHD.dtype != torch.float32 else 32
     sums, lse = out, lengths  # never touched when there is one part
     if parts > 1:
         sums = torch.empty(batch, heads, parts, size, dtype=torch.float32, device=out.device)

@@ -6,6 +6,7 @@ python -m tests.generation.fused_checks cuda    compiled, and a tiny model end t
 
 import json
 import sys
+import time
 from typing import Any
 
 import torch
@@ -182,7 +183,21 @@ def steps(device: torch.device) -> dict[str, Any]:
     assert runner.captured == captured and not any(g is o for g in runner._captured.values() for o in old)
     pairs = [(a, b) for x, y in zip(answers["graphs"], answers["modules"], strict=True)
              for a, b in zip(x.token_ids, y.token_ids, strict=True)]  # fmt: skip
-    return {"graphs": captured, "tokens": len(pairs), "other_kernels_agree": sum(a == b for a, b in pairs) / len(pairs)}
+    return {"graphs": captured, "tokens": len(pairs), "other_kernels_agree": sum(a == b for a, b in pairs) / len(pairs),
+            "started_s": _started(runner)}  # fmt: skip
+
+
+def _started(runner: Any) -> float:
+    """Seconds that starting a step takes while the device has other work for a fifth of a second or more."""
+    assert runner.rows < runner.table.shape[0], "a bucket narrower than the buffers"
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)
+    begun = time.perf_counter()
+    draw = runner.step(600)
+    took = time.perf_counter() - begun
+    draw.to_host()
+    assert took < 0.1 < time.perf_counter() - begun, "the host does not wait for the step, nor for what is before it"
+    return took
 
 
 if __name__ == "__main__":
