@@ -1,9 +1,12 @@
 """Two ranks, on a CPU or on two GPUs through NCCL and CUDA IPC:
 
 RL3D_TEST_DEVICE=cuda pytest -m slow tests/gpus
+
+Both on one GPU: RL3D_SHARE_GPU=1, and NCCL 2.30 or newer.
 """
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -15,7 +18,10 @@ from tests.reference import hf_greedy, hf_llama
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(
+        DEVICE == "cuda" and torch.cuda.device_count() < 2 and os.environ.get("RL3D_SHARE_GPU") != "1",
+        reason="needs two GPUs, or RL3D_SHARE_GPU=1 and NCCL 2.30",
+    ),
 ]
 
 LAYOUTS = (("tp2.pp1.zero1", "tp2"), ("tp1.pp2.zero1", "tp2"), ("tp1.pp1.zero3", "tp2"), ("tp2.pp1.zero1", "tp1"),
