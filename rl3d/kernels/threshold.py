@@ -5,7 +5,7 @@ sought in a bracket (lo, hi]: one pass over the logits sums up what lies above s
 narrows the bracket and sets the next six, until one value is left. Three edges of a row are sought together, in four
 columns of which the last repeats the third; nearly always they share their bracket to the end.
 
-Sums of a part are fp32, of parts fp64, in a fixed order: an edge does not depend on the batch. The torch twin, which
+Sums of a block are fp32, of blocks fp64, in a fixed order: an edge does not depend on the batch. The torch twin, which
 sorts, is :func:`rl3d.generation.filters.thresholds`.
 
 Shape legend: B rows, V vocabulary columns of this shard, N blocks (of all shards where they are joined).
@@ -21,7 +21,6 @@ from torch import Tensor
 from rl3d.kernels.backend import begin, block_of, constexpr, jit, overlap, tl
 
 BLOCK = 4096
-_SPAN, _LANES = 8, 2048  # a search adds up so many blocks of so many entries in each program
 PASSES = 12
 """Six thresholds leave a seventh of a bracket: 64 nats become less than the last bit of a logit in 10 passes. Those who
 find a single value earlier, after 4 to 7, have nothing to do in the others."""
@@ -56,46 +55,22 @@ def _extent(logits_ptr, temperature_ptr, out_ptr, width, valid, blocks, TEMPERED
 
 
 @jit
-def _more(total, x, threshold_ptr, weight):
-    return total + tl.where(x > tl.load(threshold_ptr), weight, 0.0)
-
-
-@jit
-def _above(logits_ptr, temperature_ptr, state_ptr, frame_ptr, out_ptr, width, valid, parts, COUNT: constexpr,
-           WIDE: constexpr, THRESHOLDS: constexpr, TEMPERED: constexpr, BLOCK: constexpr, SPAN: constexpr,
-           OVERLAP: constexpr):  # fmt: skip
+def _above(logits_ptr, temperature_ptr, state_ptr, frame_ptr, out_ptr, width, valid, blocks, COUNT: constexpr,
+           WIDE: constexpr, THRESHOLDS: constexpr, TEMPERED: constexpr, BLOCK: constexpr, OVERLAP: constexpr):  # fmt: skip
     """Entries, or their probability, above each of the frame's thresholds and not above its end."""
     begin(OVERLAP)
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     frame = frame_ptr + row * 8
     if tl.load(frame + THRESHOLDS + 1) > 0:
-        end, whole = tl.load(frame + THRESHOLDS), tl.load(state_ptr + row * WIDE + 20).to(tl.float32)
-        # one sum a lane and threshold; adding up lanes in every block would cost as much as all the rest
-        a = tl.zeros((BLOCK,), dtype=tl.float32)
-        b = tl.zeros((BLOCK,), dtype=tl.float32)
-        c = tl.zeros((BLOCK,), dtype=tl.float32)
-        d = tl.zeros((BLOCK,), dtype=tl.float32)
-        e = tl.zeros((BLOCK,), dtype=tl.float32)
-        f = tl.zeros((BLOCK,), dtype=tl.float32)
-        for i in tl.range(0, SPAN, loop_unroll_factor=2):  # the next block is on its way
-            column = (part * SPAN + i) * BLOCK + tl.arange(0, BLOCK)
-            x = _scaled(logits_ptr, temperature_ptr, row, width, column, valid, TEMPERED, BLOCK)
-            weight = tl.where((column < valid) & (x <= end), 1.0, 0.0)
-            if not COUNT:
-                weight = tl.where(weight > 0, tl.exp(x - whole), 0.0)
-            a = _more(a, x, frame, weight)
-            b = _more(b, x, frame + 1, weight)
-            c = _more(c, x, frame + 2, weight)
-            d = _more(d, x, frame + 3, weight)
-            e = _more(e, x, frame + 4, weight)
-            f = _more(f, x, frame + 5, weight)
-        out = out_ptr + (row * parts + part) * THRESHOLDS
-        tl.store(out, tl.sum(a, axis=0))
-        tl.store(out + 1, tl.sum(b, axis=0))
-        tl.store(out + 2, tl.sum(c, axis=0))
-        tl.store(out + 3, tl.sum(d, axis=0))
-        tl.store(out + 4, tl.sum(e, axis=0))
-        tl.store(out + 5, tl.sum(f, axis=0))
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        x = _scaled(logits_ptr, temperature_ptr, row, width, column, valid, TEMPERED, BLOCK)
+        inside = (column < valid) & (x <= tl.load(frame + THRESHOLDS))
+        weight = tl.where(inside, 1.0, 0.0)
+        if not COUNT:
+            weight = tl.where(inside, tl.exp(x - tl.load(state_ptr + row * WIDE + 20).to(tl.float32)), 0.0)
+        for i in tl.static_range(THRESHOLDS):
+            over = tl.where(x > tl.load(frame + i), weight, 0.0)
+            tl.store(out_ptr + (row * blocks + block) * THRESHOLDS + i, tl.sum(over, axis=0))
 
 
 @jit
@@ -279,11 +254,11 @@ class Shard:
         return -(-self.logits_BV.shape[1] // BLOCK)
 
     def launch(self, kernel: Any, out: Tensor, *state: Tensor, **options: Any) -> Tensor:
-        """Run a kernel over rows and the shard's parts, as many as ``out`` [B, parts, m] has; what all ranks' found."""
-        rows, parts = out.shape[:2]
-        options = {"BLOCK": BLOCK, **options, "TEMPERED": self.tempered, "num_warps": 8, **overlap(out.device)}
-        kernel[(rows, parts)](self.logits_BV, self.temperature_B, *state, out, self.logits_BV.stride(0), self.valid, parts,
-                              **options)  # fmt: skip
+        """Run a kernel over rows and blocks; what all ranks' blocks found."""
+        grid = (len(self.logits_BV), self.blocks())
+        options |= {"TEMPERED": self.tempered, "BLOCK": BLOCK, "num_warps": 8, **overlap(out.device)}
+        kernel[grid](self.logits_BV, self.temperature_B, *state, out, self.logits_BV.stride(0), self.valid, self.blocks(),
+                     **options)  # fmt: skip
         return self.gather(out).contiguous()
 
 
@@ -307,15 +282,15 @@ def filter_edges(shard: Shard, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor
     extent = shard.launch(_extent, torch.empty(rows, blocks, 2, dtype=torch.float64, device=device))
     ranks, inner = (torch.empty(rows, _WIDE, dtype=torch.float64, device=device) for _ in range(2))
     frame = torch.empty(rows, 8, dtype=torch.float32, device=device)
-    sums = torch.zeros(rows, -(-blocks * BLOCK // (_SPAN * _LANES)), _THRESHOLDS, dtype=torch.float32, device=device)
+    sums = torch.zeros(rows, blocks, _THRESHOLDS, dtype=torch.float32, device=device)
     grid, total = (rows,), extent.shape[1]
     shape: dict[str, int] = {"WIDE": _WIDE, "THRESHOLDS": _THRESHOLDS}
     alone: dict[str, int] = {"WIDTH": block_of(total), "num_warps": 1, **overlap(device)}
 
     def search(state: Tensor, count: bool) -> None:
         for _ in range(PASSES):
-            every = shard.launch(_above, sums, state, frame, COUNT=count, BLOCK=_LANES, SPAN=_SPAN, **shape)
-            _narrow[grid](every, state, frame, every.shape[1], COUNT=count, **shape, **alone)
+            every = shard.launch(_above, sums, state, frame, COUNT=count, **shape)
+            _narrow[grid](every, state, frame, total, COUNT=count, **shape, **alone)
 
     temperature_B = shard.temperature_B
     _open_ranks[grid](extent, ranks, frame, temperature_B, top_k_B, total, shard.size, UNKNOWN=_UNKNOWN, REACH=_REACH,

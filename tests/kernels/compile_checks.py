@@ -24,7 +24,7 @@ from rl3d.generation.sampler import Sampler, SamplingBatch
 from rl3d.kernels import paged_attention, strided_copy
 
 # called by kernels
-HELPERS = {"begin", "_more", "_scaled", "_joined", "_after", "_save", "_log_sum_exp", "_exponential", "_perturbed"}
+HELPERS = {"begin", "_scaled", "_joined", "_after", "_save", "_log_sum_exp", "_exponential", "_perturbed"}
 COMPILED: set[str] = set()
 CPU = torch.device("cpu")
 
