@@ -7,12 +7,6 @@ from rl3d.models import Architecture
 
 ATTENTION = 0.40
 """Share of the peak rate that attention within a sequence reaches: a guess, it is a small part of everything measured."""
-REQUEST = 0.16e-3
-"""Host time of a prompt before the first token of any. Fitted to figures whose clock ran while the benchmark made its
-prompts, which is what this is; it goes when they are measured again."""
-CAPTURE = 0.037
-"""Capturing the decode step anew, once in each rollout, because its memory is given back for training: what
-``rl3d bench first_batch`` measures for it."""
 PASS_TOKENS = 8192
 """Prompt tokens of a pass, where nothing else is said (rollout.max_prefill_tokens)."""
 
@@ -52,4 +46,4 @@ def prefill(arch: Architecture, tp: int, prompts: int, length: int, topology: To
     tokens = prompts * length
     passes = -(-tokens // max(pass_tokens, length))
     each = prefill_pass(arch, tp, tokens / passes, length, topology, itemsize)
-    return each + prompts * REQUEST, passes * each + prompts * REQUEST
+    return each, passes * each

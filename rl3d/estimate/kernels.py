@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from rl3d.estimate.topology import Topology
 from rl3d.models import Architecture
 
-PRODUCT = 0.655
+PRODUCT = 0.675
 """Share of the peak bf16 rate that a large matrix product reaches."""
-MEMORY = 0.89
+MEMORY = 0.91
 """Share of the memory's rate that reading weights, keys and activations reaches."""
-OVERLAP = 0.62
+OVERLAP = 0.51
 """Part of the shorter of a product's arithmetic and its traffic that runs beside the longer. With operands as thin as one
 side of a product cut by tensor parallelism, traffic is what makes it slower than its arithmetic."""
-KERNEL = 4.2e-6
+KERNEL = 3.5e-6
 """A small kernel in a captured graph, from the end of the one before to its own."""
 LAYER_KERNELS, ROW_KERNELS = 10, 6
 """Kernels of a decode step in a layer (:mod:`rl3d.generation.fused`), and those made for one row on one GPU."""
-LAUNCH = 0.57e-3
+LAUNCH = 0.60e-3
 """Host time of a layer that is launched kernel by kernel; its all-reduces cost half as much again."""
 COLLECTIVE = 0.80
 """Share of a link's rate that large collectives reach, NVLink multicast off ..."""

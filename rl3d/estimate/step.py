@@ -6,13 +6,13 @@ docs/gpus.md. Made for comparing layouts: on other GPUs the shares of :mod:`rl3d
 
 from dataclasses import dataclass, replace
 
-from rl3d.estimate.generating import CAPTURE, decode_step, kv_bytes_per_token, prefill
+from rl3d.estimate.generating import decode_step, kv_bytes_per_token, prefill
 from rl3d.estimate.topology import Topology
 from rl3d.estimate.training import Pass, Rows, optimizer_seconds
 from rl3d.layout import GenLayout, TrainLayout
 from rl3d.models import Architecture
 
-HOST_TOKEN = 1.7e-6
+HOST_TOKEN = 0.64e-6
 """Host time of a token between the phases: samples of all ranks are put in order, packed and unpacked on every rank."""
 
 
@@ -113,7 +113,7 @@ def predict_step(
         shared += optimizer_seconds(arch, train, topology, micro, evaluated, itemsize, work.offload)
     steps = work.optimizer_steps
     return StepTime(
-        prefill=prompts + CAPTURE,
+        prefill=prompts,
         decode=decode,
         logprobs=steps * forward * (1 + bubble),
         update=steps * (training * (1 + bubble) + shared),

@@ -76,11 +76,12 @@ class PeerTransport:
         """Rank -> ranks whose memory it can map (itself among them), and what is wrong inside hosts, in words."""
         sample = torch.full((_PROBE,), self.rank % 251, dtype=torch.uint8, device=self.device)
         self._synchronize()
-        offer: Export | str
-        try:
-            offer = export(sample.untyped_storage())
-        except (RuntimeError, OSError) as error:
-            offer = _first_line(error)
+        offer: Export | str = ""
+        if self._distributed() and dist.get_world_size(self.group) > 1:  # torch warns when a process ends whose offer nobody took
+            try:
+                offer = export(sample.untyped_storage())
+            except (RuntimeError, OSError) as error:
+                offer = _first_line(error)
         host = (host_name(), node)
         reached, failures = {self.rank}, []
         for peer, (where, offered) in self._gather((host, offer)).items():
