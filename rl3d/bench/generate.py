@@ -24,6 +24,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", default="1,32,128,256", metavar="N,N", help="sequences at once; 1,32,128,256")
     parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of each prompt; 512")
     parser.add_argument("--new", type=int, default=256, metavar="N", help="tokens generated for each; 256")
+    parser.add_argument("--ends", type=int, default=0, metavar="N",
+                        help="end sequences at random, after N tokens on average if --new allows; 0 ends none")  # fmt: skip
+    parser.add_argument("--slots", type=int, default=0, metavar="N", help="sequences that run at once; all of a batch")
     parser.add_argument("--engine", default="megatron", metavar="NAME,NAME", help="megatron (rl3d's own), hf; megatron")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, started on this machine; 1")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy; 1")
@@ -40,10 +43,14 @@ def run(args: argparse.Namespace) -> int:
     engines, batches = args.engine.split(","), _batches(args.batch)
     if unknown := set(engines) - set(ENGINES):
         raise BenchError(f"bench generate: --engine {', '.join(sorted(unknown))}; expected some of {', '.join(ENGINES)}")
+    if args.ends < 0 or args.slots < 0:
+        raise BenchError(f"bench generate: --ends {args.ends} --slots {args.slots}; expected 0 or more")
     if args.new < 8:
         raise BenchError(f"bench generate: --new {args.new}; give 8 or more, the first tokens are not decode steps")
     if "hf" in engines and args.tp > 1:
         raise BenchError("bench generate: --engine hf runs on one device; give --tp 1 or leave it out")
+    if "hf" in engines and (args.ends or args.slots):
+        raise BenchError("bench generate: --ends and --slots are of the engine megatron; leave hf out")
     if args.tp > 1 and "RANK" not in os.environ:
         from rl3d.distributed.launcher import launch_local
 
@@ -138,7 +145,9 @@ class _Requests:
         from rl3d.generation import Request, SamplingParams
 
         args = self.args
-        params = SamplingParams(new, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
+        # random weights draw every token about as often
+        stops = tuple(range(self.vocab_size // args.ends)) if args.ends else ()
+        params = SamplingParams(new, args.temperature, args.top_p, args.top_k, stop_token_ids=stops)
         out = []
         for _ in range(batch):
             self.count += 1
@@ -165,7 +174,7 @@ def _own(args: argparse.Namespace, arch: Any, batches: list[int], dtype: Any, ru
                              mode="generate", self_attention=CachedSelfAttention)  # fmt: skip
     _randomize(model)
     generator = MegatronGenerator(
-        model, groups.tp, arch.vocab_size, max_sequences=max(batches), device=device, dtype=dtype,
+        model, groups.tp, arch.vocab_size, max_sequences=args.slots or max(batches), device=device, dtype=dtype,
         max_sequence_length=args.prompt + args.new, max_prefill_tokens=max(args.prefill_tokens, args.prompt),
         cache_strategy="full",
     )  # fmt: skip
@@ -191,6 +200,13 @@ def _own(args: argparse.Namespace, arch: Any, batches: list[int], dtype: Any, ru
             generator.generate(asked, on_step=clock.on_step)
             return clock.report()
 
+        if args.ends or args.slots:  # many widths of a batch, each of which is captured once
+            call()
+            clocked = call()
+            rows.append({"engine": "megatron", "batch": batch, "batches": generator.counts.batches} | {
+                key: clocked[key] for key in ("seconds", "tokens_per_second", "first_token_s")
+            })  # fmt: skip
+            continue
         row, eager = call(), None
         if generator.runner is not None and generator.runner.graphs:
             generator.runner.graphs = False
@@ -290,7 +306,7 @@ _COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:,.0f}"), ("decode tokens/s", "decode_tokens_per_second", "{:,.0f}"),
     ("step ms", "decode_step_s", "ms"), ("without graphs", "eager_step_s", "ms"), ("first token ms", "first_token_s", "ms"),
     ("prefill ms", "prefill_s", "ms"), ("bandwidth", "bandwidth_share", "{:.0%}"),
-    ("matrix peak", "matrix_share", "{:.0%}"), ("sampling", "sampling_share", "{:.1%}"),
+    ("matrix peak", "matrix_share", "{:.0%}"), ("sampling", "sampling_share", "{:.1%}"), ("batches", "batches", "{}"),
     ("after update", "after_update", "{:.1%}"),
 )  # fmt: skip
 
@@ -299,10 +315,11 @@ def _print(found: dict[str, Any]) -> None:
     print(f"{found['model']}, {found['dtype']}, {found['tp']} x {found['device']}, prompt {found['prompt']}, "
           f"{found['new']} new tokens, temperature {found['temperature']:g}, top-p {found['top_p']:g}, "
           f"top-k {found['top_k']}\n")  # fmt: skip
-    print("| engine | batch | " + " | ".join(title for title, _, _ in _COLUMNS) + " |\n|---|" + "--:|" * (len(_COLUMNS) + 1))
+    columns = [c for c in _COLUMNS if any(row.get(c[1]) is not None for row in found["rows"])]
+    print("| engine | batch | " + " | ".join(title for title, _, _ in columns) + " |\n|---|" + "--:|" * (len(columns) + 1))
     for row in found["rows"]:
         cells = []
-        for _, key, form in _COLUMNS:
+        for _, key, form in columns:
             value = row.get(key)
             cells.append("" if value is None else f"{1e3 * value:.2f}" if form == "ms" else form.format(value))
         print(f"| {row['engine']} | {row['batch']} | " + " | ".join(cells) + " |")

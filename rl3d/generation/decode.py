@@ -39,14 +39,13 @@ class BlockTable:
 
 
 class DecodeState:
-    """Tensors of a decode batch; rebuilt when its membership changes, otherwise they stay on the device."""
+    """A decode batch: its members in the order of its rows, ended ones included, and tensors that stay on the device."""
 
     def __init__(self, running: list[RunningSequence], membership: int, min_rows: int, device: torch.device) -> None:
-        self.rows, self.membership = len(running), membership
+        self.members, self.rows, self.membership = list(running), len(running), membership
         padding = [0] * (min_rows - self.rows)
         self.sampling = SamplingBatch.build(**sampling_columns(running), device=device)
         self.tokens = to_device([s.result.token_ids[-1] for s in running] + padding, torch.int64, device)
         # position of the token that goes in, the newest one
         self.positions = to_device([s.length - 1 for s in running] + padding, torch.int64, device)
         self.longest = max(s.length for s in running)
-        self.loaded = False  # into the runner's buffers

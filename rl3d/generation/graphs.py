@@ -11,6 +11,7 @@ Without CUDA the same step runs eagerly, in the same buckets.
 
 import logging
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from rl3d.distributed import bootstrap
 from rl3d.generation.fused import DecodeBody
 from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
+from rl3d.generation.transfer import to_device
 from rl3d.kernels.paged_attention import SPLIT
 
 _log = logging.getLogger(__name__)
@@ -153,6 +155,14 @@ class DecodeRunner:
         for buffer, values, padding in pairs:
             buffer[: self.rows].copy_(values)
             buffer[self.rows : end].fill_(padding)
+
+    def keeps(self, live: int) -> bool:
+        """Whether a batch of which so many rows are left would be computed with as many rows as now."""
+        return row_bucket(live) == row_bucket(self.rows)
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Rows of the batch have ended: from the next step on they are padding. Waits for nothing."""
+        self.buffers.positions.index_fill_(0, to_device(list(rows), torch.int64, self.table.device), -1)
 
     @torch.no_grad()
     def step(self, longest: int) -> PendingDraw:

@@ -1,7 +1,7 @@
 """The built-in generator: continuous batching on megatron-core modules with a paged key/value cache."""
 
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,15 @@ from rl3d.estimate.rollout import PAGE_SIZE
 from rl3d.generation.body import CPU_MIN_ROWS, Body, make_body
 from rl3d.generation.checks import check_agreement, check_limits, check_requests
 from rl3d.generation.context import GenerationContext
-from rl3d.generation.decode import BlockTable, DecodeState
+from rl3d.generation.decode import BlockTable
 from rl3d.generation.engine import OnFinish, OnStep, Progress, Request, Result, check_weights
 from rl3d.generation.fused import DecodeBody, reason_against
-from rl3d.generation.graphs import DecodeRunner, PendingDraw
+from rl3d.generation.graphs import DecodeRunner
 from rl3d.generation.provision import Provision
-from rl3d.generation.sampler import Draw, Sampler, SamplingBatch
-from rl3d.generation.scheduler import Chunk, Counts, RunningSequence, Scheduler, expand, sampling_columns
-from rl3d.generation.transfer import to_device
+from rl3d.generation.sampler import Sampler
+from rl3d.generation.scheduler import Counts, RunningSequence, Scheduler, expand
+from rl3d.generation.steps import Steps
 
-_Started = tuple[list[RunningSequence], Draw | PendingDraw | None]  # a step's sequences and their draws, if any
 _ABORT_EVERY = 8  # steps between the ranks of a replica telling each other what to abort
 
 
@@ -203,40 +202,16 @@ class MegatronGenerator:
         self._last_needs = [len(s.prompt) + s.params.max_new_tokens for s in scheduler.waiting]
         if self._last_needs:
             self.provision.provide(self._last_needs)
-        state: DecodeState | None = None
-        ahead: _Started | None = None  # a step that was started before the draw of the one before it was read
+        steps = Steps(self, scheduler)
         step = 0
         try:
             while scheduler.unfinished:
-                prompts = False
-                if ahead is not None:
-                    (drawing, draw), ahead = ahead, None
-                elif chunks := scheduler.plan_prefill():
-                    drawing, draw = self._prefill(scheduler, chunks)
-                else:
-                    state = self._make_room(scheduler, state)
-                    drawing, draw = list(scheduler.running), self._decode(state)
-                if self.runner is not None and not self._waits(step + 1):
-                    if chunks := scheduler.plan_prefill():
-                        ahead, prompts = self._prefill(scheduler, chunks), True
-                    elif state is not None and self._members_stay(scheduler, state):
-                        state = self._make_room(scheduler, state)
-                        ahead = drawing, self._decode(state)
-                ended = [] if draw is None else self._accept(drawing, draw)
-                scheduler.counts.drawn += len(drawing)
-                if ended and ahead is not None and not prompts:  # those that go on have drawn once more already
-                    gone = set(map(id, ended))
-                    assert ahead[1] is not None
-                    ended += self._accept(drawing, ahead[1], gone)
-                    scheduler.counts.drawn += len(drawing) - len(gone)
-                    ahead = None
-                scheduler.retire(ended)
-                finish(ended)
+                finish(steps.advance(look_ahead=not self._waits(step + 1)))
                 step += 1
                 if on_step is not None:
                     running = len(sequences) - finished - len(scheduler.waiting)
                     on_step(Progress(len(scheduler.waiting), running, finished, scheduler.counts.drawn))
-                if ahead is None:
+                if not steps.ahead:
                     finish(self._abort(scheduler, step))
         except FloatingPointError:
             self.cache.clear()
@@ -281,82 +256,3 @@ class MegatronGenerator:
     def _waits(self, step: int) -> bool:
         """Whether the draw of step number ``step`` must be read before the next starts, because some may be aborted."""
         return bool(self._aborted) if self.group is None else step % _ABORT_EVERY == 0  # alike on all ranks
-
-    def _members_stay(self, scheduler: Scheduler, state: DecodeState) -> bool:
-        """Whether the decode step after that of ``state`` can start before the draw of this one is read on the host.
-
-        Its members must be the same: nobody ends by length, gives way or joins. Who ends by a stop token has drawn once
-        too often, which nobody reads.
-        """
-        if state.membership != scheduler.membership or scheduler.prefilling or not scheduler.has_room:
-            return False
-        return all(len(s.result.token_ids) + 1 < s.params.max_new_tokens for s in scheduler.running)
-
-    def _prefill(self, scheduler: Scheduler, chunks: list[Chunk]) -> _Started:
-        """Compute chunks of prompts; the sequences whose prompts are complete, and the first token of each."""
-
-        def indices(values: list[int]) -> torch.Tensor:
-            return to_device(values, torch.int64, self.device)
-
-        flat = [token for chunk in chunks for token in chunk.tokens]
-        padding = max(0, self.min_rows - len(flat))
-        self.context.plan_prefill(chunks, padding)
-        complete = [i for i, chunk in enumerate(chunks) if chunk.last]
-        wanted = complete or [0]
-        wanted = wanted + wanted[-1:] * (self.min_rows - len(wanted))
-        rows = self.context.last.index_select(0, indices(wanted))
-        ids = indices(flat + [0] * padding)
-        if self.runner is None:
-            logits = self.body.forward(ids, rows)
-        else:
-            logits = self.runner.body.prefill(ids, rows, self.context)
-        if not complete:
-            return [], None
-        sequences, prompt_of = scheduler.start_decoding(chunks)
-        logits = logits.index_select(0, indices(prompt_of))
-        positions = indices([s.length for s in sequences])
-        draw = self.sampler.draw(logits, SamplingBatch.build(**sampling_columns(sequences), device=self.device), positions)
-        return sequences, draw if self.runner is None else PendingDraw.of(draw)
-
-    def _make_room(self, scheduler: Scheduler, state: DecodeState | None) -> DecodeState:
-        """Pages for one more token of every running sequence, and the batch of those that have one."""
-        plan = scheduler.plan_decode()
-        self.cache.copy_pages(plan.copies)
-        if state is None or state.membership != scheduler.membership:
-            state = DecodeState(scheduler.running, scheduler.membership, self.body.decode_rows, self.device)
-            self.table.fill(scheduler.running)
-        else:
-            self.table.update(plan.grown)
-        return state
-
-    def _decode(self, state: DecodeState) -> Draw | PendingDraw:
-        """One token for every running sequence."""
-        if self.runner is not None:
-            if not state.loaded:
-                self.runner.load(state.tokens[: state.rows], state.positions[: state.rows], state.sampling)
-                state.loaded = True
-            state.longest += 1
-            return self.runner.step(state.longest - 1)
-        self.context.plan_decode(state.positions, self.table.tensor, state.rows, state.longest)
-        logits = self.body.forward(state.tokens, None)[: state.rows]
-        state.positions += 1
-        state.longest += 1
-        draw = self.sampler.draw(logits, state.sampling, state.positions[: state.rows])
-        state.tokens[: state.rows] = draw.tokens
-        return draw
-
-    def _accept(self, sequences: Sequence[RunningSequence], draw: Draw | PendingDraw,
-                gone: Container[int] = ()) -> list[RunningSequence]:  # fmt: skip
-        """Give each sequence the token drawn for it, save those whose id is ``gone``; those that ended with it."""
-        ended = []
-        for sequence, row in zip(sequences, draw.to_host(), strict=True):
-            if id(sequence) in gone:
-                continue
-            if any(x != x for x in row):
-                raise FloatingPointError(
-                    f"request {sequence.result.request_index}: the model returned logits that are not numbers at "
-                    f"position {sequence.length} (weights version {self.weights_version}); check the weights"
-                )
-            if sequence.accept(*row):
-                ended.append(sequence)
-        return ended

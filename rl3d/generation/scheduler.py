@@ -42,6 +42,7 @@ class RunningSequence:
     shares_tail: bool = False  # the last page is not full and may have other holders
     hashes: list[bytes] = field(default_factory=list)
     row: int = -1  # of the block table, while decoding
+    ended: bool = False
     draws: dict[int, tuple[int, bool, float, float, float]] = field(default_factory=dict)  # not yet accepted, by position
 
     @property
@@ -64,8 +65,10 @@ class RunningSequence:
         result.small_margins += close
         if token in self.stops or (self.texts is not None and self.texts.found(result.token_ids)):
             result.finish_reason = "stop"
-            return True
-        return len(result.token_ids) >= self.params.max_new_tokens
+            self.ended = True
+        elif len(result.token_ids) >= self.params.max_new_tokens:
+            self.ended = True
+        return self.ended
 
 
 @dataclass
@@ -88,12 +91,14 @@ class Room:
 
 @dataclass
 class Counts:
-    """What a call cost: prompt tokens computed and found, tokens drawn, sequences that had to give way."""
+    """What a call cost: prompt tokens computed and found, tokens drawn, sequences that had to give way, and decode batches
+    put together, for each of which the device waits."""
 
     prefilled: int = 0
     reused: int = 0
     drawn: int = 0
     preempted: int = 0
+    batches: int = 0
 
 
 def expand(requests: Sequence[Request], tokenizer: Any = None) -> list[RunningSequence]:
@@ -131,6 +136,9 @@ def sampling_columns(sequences: Sequence[RunningSequence]) -> dict[str, list[Any
 class Scheduler:
     """First come, first served. The decode batch is :attr:`running`, in its order.
 
+    Prompts join a running batch several at once, when a sixteenth of all places is free or as many as there are prompts: a
+    pass over one prompt takes the host as long as over many, and the device several decode steps.
+
     Args:
         max_sequences: sequences that hold pages at once.
         max_prefill_tokens: tokens of a prefill step; a longer prompt takes several.
@@ -147,6 +155,7 @@ class Scheduler:
         self.share_prefixes = share_prefixes
         self.membership = 0  # changes with the members of ``running``
         self._following = 0
+        self._patience = max(1, max_sequences // 16)
 
     @property
     def unfinished(self) -> bool:
@@ -156,6 +165,8 @@ class Scheduler:
 
     def plan_prefill(self) -> list[Chunk]:
         """What to compute of prompts in this step; empty when it is time to decode."""
+        if self.running and not self.prefilling and self._places() < min(self._patience, len(self.waiting)):
+            return []
         budget = self.max_prefill_tokens
         chunks: list[Chunk] = []
         for sequence in self.prefilling:
@@ -163,7 +174,7 @@ class Scheduler:
                 chunks.append(self._cut(sequence, budget))
                 budget -= len(chunks[-1].tokens)
         leaders = {tuple(s.tokens): s for s in self.prefilling}
-        while self.waiting and len(self.prefilling) + len(self.running) + self._following < self.max_sequences:
+        while self.waiting and self._places() > 0:
             sequence = self.waiting[0]
             tokens = sequence.tokens
             leader = leaders.get(tuple(tokens))
@@ -180,6 +191,10 @@ class Scheduler:
             chunks.append(self._cut(sequence, budget))
             budget -= len(chunks[-1].tokens)
         return chunks
+
+    def _places(self) -> int:
+        """Sequences that may join."""
+        return self.max_sequences - len(self.prefilling) - len(self.running) - self._following
 
     def _headroom(self) -> int:
         """Pages left to the running sequences, so that what is admitted does not drive them out at once."""

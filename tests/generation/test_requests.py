@@ -392,6 +392,24 @@ def test_fused_steps_run_ahead_of_the_host_and_change_nothing(model: Path, group
         type(fused)(fused.model, None, VOCAB, fused=True, **settings)
 
 
+def test_sequences_that_end_leave_the_batch_as_it_is(model: Path, groups: Any) -> None:
+    """Rows of ended sequences pad it, until a bucket of fewer rows will do or others join."""
+    requests = [Request(PROMPT + [3 + i], SamplingParams(60, seed=7, stop_token_ids=tuple(range(3, 9))), (0, i, 0), str(i))
+                for i in range(30)]  # fmt: skip
+    plain, fused = (build_engine(str(model), groups, max_sequences=24, fused=on) for on in (False, True))
+    expected, results = plain.generate(requests), fused.generate(requests)
+    assert [(r.token_ids, r.finish_reason) for r in results] == [(r.token_ids, r.finish_reason) for r in expected]
+    for mine, right in zip(results, expected, strict=True):
+        assert mine.logprobs == pytest.approx(right.logprobs, abs=1e-5)
+    assert fused.counts.drawn == plain.counts.drawn == sum(len(r.token_ids) for r in results)
+    lengths = {len(r.token_ids) for r in results}
+    assert len(lengths) > 15, "they ended at different steps"
+    joined = 6  # prompts that waited for a place
+    buckets = (24, 16, 8, 4, 2, 1)
+    assert fused.counts.batches <= joined + len(buckets) < plain.counts.batches
+    assert fused.pool.available == fused.pool.pages
+
+
 class Letters:
     """A tokenizer of one or two characters a token."""
 

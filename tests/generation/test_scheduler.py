@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rl3d.generation.engine import Request, SamplingParams
 from rl3d.generation.pages import PagePool, page_hashes
-from rl3d.generation.scheduler import RunningSequence, Scheduler, expand
+from rl3d.generation.scheduler import Chunk, RunningSequence, Scheduler, expand
 
 VOCAB = 50
 UNUSED = (False, 0.0, 0.0, 0.0)
@@ -106,6 +106,28 @@ def schedule(requests: list[Request], pages: int = 100, **options: int) -> Sched
     scheduler = Scheduler(expand(requests), PagePool(pages, 4), **{"max_sequences": 8, "max_prefill_tokens": 64, **options})
     Machine(scheduler.pool).run(scheduler)
     return scheduler
+
+
+def test_prompts_join_a_running_batch_several_at_once() -> None:
+    def prefills(slots: int) -> tuple[int, list[int]]:
+        requests = [Request([i, 3], SamplingParams(5 + i % 29)) for i in range(160)]
+        scheduler = Scheduler(expand(requests), PagePool(4000, 4), max_sequences=slots, max_prefill_tokens=10_000)
+        plan, joined = scheduler.plan_prefill, []
+
+        def counted() -> list[Chunk]:
+            chunks = plan()
+            joined.append(len(chunks))
+            return chunks
+
+        scheduler.plan_prefill = counted  # type: ignore[method-assign]
+        Machine(scheduler.pool).run(scheduler)
+        found = [n for n in joined if n]
+        return sum(found), found
+
+    whole, joined = prefills(64)
+    assert whole == 160 and joined[0] == 64 and min(joined[1:-1]) >= 4
+    whole, joined = prefills(8)
+    assert whole == 160 and 1 in joined[1:], "a few places are not left free"
 
 
 def test_samples_of_a_prompt_compute_it_once_and_share_full_pages() -> None:

@@ -77,7 +77,8 @@ class PeerTransport:
         sample = torch.full((_PROBE,), self.rank % 251, dtype=torch.uint8, device=self.device)
         self._synchronize()
         offer: Export | str = ""
-        if self._distributed() and dist.get_world_size(self.group) > 1:  # torch warns when a process ends whose offer nobody took
+        if self._distributed() and dist.get_world_size(self.group) > 1:
+            # torch warns when a process ends whose offer nobody took
             try:
                 offer = export(sample.untyped_storage())
             except (RuntimeError, OSError) as error:
