@@ -4,7 +4,7 @@ Each module has ``HELP``, one line; ``arguments(parser)``, which declares its op
 prints, and returns the exit code.
 """
 
-BENCHES = ("plan", "links", "step", "generate", "switch", "first_batch", "convert")
+BENCHES = ("plan", "links", "step", "generate", "agreement", "switch", "first_batch", "convert")
 """Modules of this package, one for each bench."""
 
 
