@@ -118,11 +118,15 @@ def _measure(args: argparse.Namespace, chosen: list[Way], scratch: Path) -> dict
     from rl3d.generation.megatron import MegatronGenerator
     from rl3d.layout import GenMesh
     from rl3d.models import Architecture
+    from rl3d.models.build import check_tensor_parallel
 
     name, directory = _directory(args, scratch)
     runtime = bootstrap.init(device=args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if runtime.device.type == "cuda" else "float32"))
-    vocab_size, longest = Architecture.from_hf(directory).vocab_size, args.prompt_len + args.new
+    arch, longest = Architecture.from_hf(directory), args.prompt_len + args.new
+    for tp in dict.fromkeys(way.tp for way in chosen):
+        check_tensor_parallel(arch, tp, "--tp")
+    vocab_size = arch.vocab_size
     requests = _requests(args, vocab_size)
     results: dict[Way, Any] = {}
     close = 0

@@ -44,6 +44,7 @@ ends() { # one minute: sequences that end at random, with and without others tha
     bench 60 ends generate qwen2.5-1.5b --batch 128 --ends 200
     bench 60 ends-slots generate qwen2.5-1.5b --batch 512 --slots 128 --ends 200
 }
+agreement() { bench 90 agreement agreement qwen2.5-1.5b --prompts 64 --prompt-len 128 --new 128 --slots 1,16; }
 transformers() { bench 90 transformers generate qwen2.5-1.5b --engine megatron,hf --batch 64 --new 128; }
 switches() { # eight ranks on one GPU
     export RL3D_SHARE_GPU=1
@@ -80,6 +81,7 @@ two_switches() {
 two_generate() {
     bench 90 tp2-1.5b generate qwen2.5-1.5b --tp 2 --batch 1,32,128,256
     bench 90 tp2-7b generate llama2-7b --tp 2 --batch 1,32,128
+    bench 90 tp2-agreement agreement qwen2.5-1.5b --prompts 64 --prompt-len 128 --new 128 --slots 16 --tp 1,2
     bench 90 tp2-first first_batch qwen2.5-1.5b --ranks 2 --train tp1.pp2.zero1 --gen tp2 $BATCH --device cuda \
         --cache-strategy adaptive
 }
@@ -87,7 +89,7 @@ two_steps() {
     bench 120 dp2 step $STEP --ranks 2 --train tp1.dp2.zero2 --gen tp1 --steps 21
     bench 120 tp2 step $STEP --ranks 2 --train tp2.zero1 --gen tp1 --set layout.sequence_parallel=true --steps 21
 }
-one() { checks; generate; ends; first; switches; step; transformers; }
+one() { checks; generate; ends; agreement; first; switches; step; transformers; }
 two() { two_checks; two_switches; two_generate; two_steps; }
 
 main() {
