@@ -9,6 +9,7 @@ from rl3d.estimate.parameters import stage_numels
 from rl3d.estimate.passes import Passes
 from rl3d.estimate.rollout import (
     cache_bytes,
+    captured_bytes,
     fed_bytes,
     generation_weights,
     vllm_cache_bytes,
@@ -167,6 +168,7 @@ class _Stage:
         if settings.engine != "vllm":
             weights = generation_weights(arch, self.padded, self.train, gen, settings)
             self._keep("generation weights", weights)
+            self._keep("captured steps", captured_bytes(arch, self.padded, gen, settings))
             switching = {"staging": 2 * min(settings.staging_bytes, weights)}
             if settings.engine != "megatron":
                 switching["weights on their way"] = fed_bytes(arch, self.padded, settings)

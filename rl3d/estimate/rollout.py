@@ -14,6 +14,7 @@ PAGE_SIZE = {"cpu": 16, "cuda": 32}
 """Tokens of a page of the key/value cache, where nothing else is asked for."""
 MAPPED_BYTES = {"cpu": 4096, "cuda": 2 << 20}
 """Pieces in which memory is mapped under the cache's addresses; keys and values of each layer begin with one."""
+_PIECES = 32 << 20
 _DRAW = 28  # bytes for each logit: three int64 of the noise's hash, the scaled logit
 
 
@@ -63,6 +64,15 @@ def fed_bytes(arch: Architecture, padded_vocab: int, settings: MemorySettings) -
     sizes = [settings.element * spec.numel for spec in parameter_specs(arch, padded_vocab)]
     kept = 2 * max(sizes) if settings.engine == "vllm" else 0
     return min(sum(sizes), max(BUCKET_BYTES, max(sizes))) + kept
+
+
+def captured_bytes(arch: Architecture, padded_vocab: int, gen: GenLayout, settings: MemorySettings) -> int:
+    """What captured decode steps compute in, kept while training too: logits and the widest activations of all rows, beside
+    the pieces in which torch takes memory. None without CUDA graphs."""
+    if settings.device != "cuda" or settings.engine != "megatron" or not settings.fused:
+        return 0
+    row = FP32 * padded_vocab / gen.tp + settings.element * (3 * arch.ffn_size / gen.tp + 4 * arch.hidden_size)
+    return int(settings.max_sequences * row) + _PIECES
 
 
 def working_bytes(arch: Architecture, padded_vocab: int, gen: GenLayout, settings: MemorySettings) -> int:
