@@ -10,3 +10,14 @@ BENCHES = ("plan", "links", "step", "generate", "agreement", "switch", "first_ba
 
 class BenchError(RuntimeError):
     """A bench that cannot run here; the message says what it needs."""
+
+
+def positive_numbers(text: str, option: str) -> list[int]:
+    """The numbers of an option that takes several, each 1 or more; BenchError names ``option`` otherwise."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise BenchError(f"{option} {text}; expected numbers of 1 or more between commas")
+    return numbers

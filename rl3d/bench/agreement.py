@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl3d.bench import BenchError
+from rl3d.bench import BenchError, positive_numbers
 
 HELP = "The same requests in batches of other sizes, in another order, on other TP: tokens that differ, log-probabilities."
 
@@ -67,7 +67,8 @@ def compare(reference: list[tuple[list[int], list[float]]], found: list[tuple[li
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks where they are not started yet; rank 0 prints."""
-    tps, slots = _numbers(args.tp, "--tp"), _numbers(args.slots, "--slots")
+    tps, slots = (list(dict.fromkeys(positive_numbers(getattr(args, name), f"bench agreement: --{name}")))
+                  for name in ("tp", "slots"))  # fmt: skip
     ranks = max(tps)
     if any(ranks % tp for tp in tps):
         raise BenchError(f"bench agreement: --tp {args.tp}; each must divide the largest")
@@ -83,16 +84,6 @@ def run(args: argparse.Namespace) -> int:
     if found is not None:
         print(json.dumps(found)) if args.json else _print(found)
     return 0
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise BenchError(f"bench agreement: {option} {text}; expected numbers of 1 or more between commas")
-    return list(dict.fromkeys(numbers))
 
 
 def _directory(args: argparse.Namespace, scratch: Path) -> tuple[str, Path]:

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl3d.bench import BenchError
+from rl3d.bench import BenchError, positive_numbers
 
 HELP = "Generation with random weights of a shape: tokens/s, time to first token, share of bandwidth and matrix peak."
 ENGINES = ("megatron", "hf")
@@ -40,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks where they are not started yet; rank 0 prints the table."""
-    engines, batches = args.engine.split(","), _batches(args.batch)
+    engines, batches = args.engine.split(","), positive_numbers(args.batch, "bench generate: --batch")
     if unknown := set(engines) - set(ENGINES):
         raise BenchError(f"bench generate: --engine {', '.join(sorted(unknown))}; expected some of {', '.join(ENGINES)}")
     if args.ends < 0 or args.slots < 0:
@@ -62,16 +62,6 @@ def run(args: argparse.Namespace) -> int:
     if found is not None:
         print(json.dumps(found)) if args.json else _print(found)
     return 0
-
-
-def _batches(text: str) -> list[int]:
-    try:
-        batches = [int(part) for part in text.split(",")]
-    except ValueError:
-        batches = [0]
-    if min(batches) < 1:
-        raise BenchError(f"bench generate: --batch {text}; expected numbers of 1 or more between commas")
-    return batches
 
 
 @dataclass
