@@ -58,8 +58,10 @@ switches() { # eight ranks on one GPU
 first() {
     bench 80 first-adaptive first_batch qwen2.5-1.5b $BATCH --device cuda --cache-strategy adaptive
     bench 80 first-full first_batch qwen2.5-1.5b $BATCH --device cuda --cache-strategy full
-    bench 70 rounds-1 first_batch $LLAMA_1B tie_word_embeddings=true --later 1 --batch 8 --prompt-len 64 --response-len 16 \
-        --device cuda --rounds 50 --cache-strategy adaptive
+    local rounds="first_batch $LLAMA_1B tie_word_embeddings=true --later 1 --batch 8 --prompt-len 64 --response-len 16
+ --device cuda --rounds 50 --cache-strategy adaptive"
+    bench 70 rounds-1 $rounds
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True bench 70 rounds-1-expandable $rounds
 }
 rounds() { # fifty rounds of eight ranks that take turns on one GPU: five minutes
     RL3D_SHARE_GPU=1 bench 400 rounds-8 first_batch $LLAMA_1B vocab_size=32000 tie_word_embeddings=false --later 1 --batch 8 \
