@@ -17,7 +17,7 @@ from rl3d.generation.noise import HASH, log_exponentials, vocabulary_keys
 from rl3d.generation.transfer import to_device
 from rl3d.kernels.backend import use_triton
 from rl3d.kernels.sample import BLOCK, draw_partials, join_partials
-from rl3d.kernels.threshold import Shard, filter_edges
+from rl3d.kernels.threshold import Filters, Shard, filter_edges
 
 _NEG_INF = float("-inf")
 
@@ -153,9 +153,9 @@ class Sampler:
                     out: tuple[torch.Tensor, torch.Tensor] | None) -> Draw:  # fmt: skip
         edges = None
         if batch.filtered:
-            shard = Shard(logits_BV, self.valid, self.vocab_size, batch.temperature, self._gather, batch.tempered)
-            edges = filter_edges(shard, batch.top_k, batch.top_p, batch.min_p, MARGIN, ranked=batch.ranked,
-                                 nucleus=batch.nucleus)  # fmt: skip
+            shard = Shard(logits_BV, self.valid, self.vocab_size, batch.temperature, self._gather if self.tp > 1 else None,
+                          batch.tempered)  # fmt: skip
+            edges = filter_edges(shard, Filters(batch.top_k, batch.top_p, batch.min_p, MARGIN, batch.ranked, batch.nucleus))
         return _joined(self._gather(self._fused_partials(logits_BV, batch, positions_B, edges)), batch, out, edges)
 
     def _fused_partials(self, logits_BV: torch.Tensor, batch: SamplingBatch, positions_B: torch.Tensor,

@@ -14,7 +14,7 @@ import torch
 from rl3d.generation.filters import MARGIN
 from rl3d.generation.noise import sequence_key
 from rl3d.generation.sampler import Sampler, SamplingBatch, _combine, _joined
-from rl3d.kernels.threshold import Shard, filter_edges
+from rl3d.kernels.threshold import Filters, Shard, filter_edges
 from tests.generation.shards import Shards
 
 VOCAB = 9001  # three blocks, the last one nearly empty
@@ -92,10 +92,8 @@ def _edges(device: torch.device, g: torch.Generator) -> float:
     ones = torch.ones(len(logits), device=device)
     worst = 0.0
     for temperature, top_p, top_k in ((1.0, 0.95, 0), (0.7, 0.9, 900), (1.0, 1.0, 50)):
-        shard = Shard(logits, vocab, vocab, ones * temperature, lambda x: x)
-        found = filter_edges(
-            shard, (ones * top_k).long(), ones * top_p, ones * 0, MARGIN, ranked=top_k > 0, nucleus=top_p < 1
-        )
+        shard = Shard(logits, vocab, vocab, ones * temperature, None)
+        found = filter_edges(shard, Filters((ones * top_k).long(), ones * top_p, ones * 0, MARGIN, top_k > 0, top_p < 1))
         for row, edge in zip((logits / temperature), found[:, 1], strict=True):
             ranked = row.double().sort(descending=True).values
             share = torch.softmax(ranked, 0)

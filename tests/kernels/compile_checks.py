@@ -22,9 +22,10 @@ import rl3d.kernels
 from rl3d.generation.noise import sequence_key
 from rl3d.generation.sampler import Sampler, SamplingBatch
 from rl3d.kernels import paged_attention, strided_copy
+from tests.generation.shards import FakeGroup
 
 # called by kernels
-HELPERS = {"begin", "_scaled", "_joined", "_after", "_save", "_log_sum_exp", "_exponential", "_perturbed"}
+HELPERS = {"begin", "_joined", "_save", "_log_sum_exp", "_exponential", "_perturbed", "_among", "_everywhere"}
 COMPILED: set[str] = set()
 CPU = torch.device("cpu")
 
@@ -107,6 +108,10 @@ def drawing(dtype: torch.dtype) -> None:
                                              (0.7, 1.0, 20, 0.0), (1.0, 0.9, 20, 0.1)):  # fmt: skip
         batch = SamplingBatch.build(keys, [temperature] * 4, [top_p] * 4, [top_k] * 4, CPU, [min_p] * 4)
         Sampler(9001, 9008, None, CPU).draw(logits, batch, positions)
+        if batch.filtered:
+            shared = Sampler(9001, 2 * 9008, FakeGroup(2, 0), CPU)  # type: ignore[arg-type]
+            shared._gather = lambda x: torch.cat([x, x], 1)  # type: ignore[method-assign]
+            shared.draw(logits, batch, positions)
 
 
 def copying() -> None:
@@ -126,6 +131,7 @@ def main(capability: int) -> dict[str, Any]:
         if name.startswith("rl3d.kernels.")
         for value in vars(module).values()
         if isinstance(value, JITFunction) and value.fn.__module__ == name and value.fn.__name__ not in HELPERS
+        and name != "rl3d.kernels.bracket"  # called by kernels, all of it
     }
     only_compile(capability)
     paged_attention._stages = lambda device, nbytes: 2  # by the GPU's shared memory
