@@ -4,13 +4,14 @@
 2. A guess: one program a row counts a sample of the logits, runs of eight at even distances, into bins, and says between
    which two values the edges surely lie. What lies below an edge is estimated, not what lies above it: a sample may miss the
    few entries that have most of the probability, and they are not below.
-3. A sift: what lies above the guess is summed up, what lies inside is kept, in the order of the vocabulary.
+3. A sift: what lies above the guess is summed up, what lies inside is kept, as it comes.
 4. The end: one program a row finds the edges among what was kept (:mod:`rl3d.kernels.bracket`), and proves the guess: sums
    above its ends are on the right sides of every limit.
 5. Rows whose guess was wrong, or held more than there is room for (many equal logits), are sought in all their logits, a
    program a row. The others leave that kernel at once.
 
-Sums are over a row alone and in a fixed order: an edge does not depend on the batch.
+Sums are over a row alone, and in a fixed order or of whole numbers: an edge does not depend on the batch, nor on the order
+in which entries were kept.
 """
 
 from typing import TYPE_CHECKING
@@ -27,20 +28,23 @@ if TYPE_CHECKING:
 
 SAMPLE = 8192
 ROOM = 16384
-"""Entries of a row that are kept: twice of what lies between two ends that are guessed in a flat distribution over 150,000."""
+"""Entries of a row that are kept. Between the two ends that are guessed lie some hundreds where few tokens have most of the
+probability, and 9,000 in the middle of a flat distribution over 150,000."""
 _BINS = 512
 _SURE = 4.0  # standard deviations of an estimate: three rows in 100,000 are sought in all their logits
 _MISSED = 12.0  # so many entries for each one looked at are all missed by a sample once in 160,000 times
 _STEPS = 20  # 64 nats, a third of a bracket each, are less than the last bit of a logit
 _RUN = 8  # fp32 logits of 32 bytes, the least that memory moves
 _CHUNK = 2048
+_APART = 64  # int32 between the counters of two rows: 256 bytes, so that one part of the L2 cache does not count for all
 _SCALE = 2.0**40  # of probabilities in whole numbers
 
 
 @jit
 def _guess(logits_ptr, temperature_ptr, extent_ptr, top_k_ptr, top_p_ptr, out_ptr, counts_ptr, width, valid, blocks, period,
-           size, margin, SURE: constexpr, MISSED: constexpr, REACH: constexpr, RUN: constexpr, BINS: constexpr, SAMPLE: constexpr,
-           RANKED: constexpr, NUCLEUS: constexpr, TEMPERED: constexpr, WIDTH: constexpr, OVERLAP: constexpr):  # fmt: skip
+           size, margin, SURE: constexpr, MISSED: constexpr, REACH: constexpr, RUN: constexpr, BINS: constexpr,
+           SAMPLE: constexpr, RANKED: constexpr, NUCLEUS: constexpr, APART: constexpr, TEMPERED: constexpr, WIDTH: constexpr,
+           OVERLAP: constexpr):  # fmt: skip
     """Write lo, hi (-inf where the row has neither filter), the log partition function and the best logit, fp64 [4]."""
     begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -98,12 +102,12 @@ def _guess(logits_ptr, temperature_ptr, extent_ptr, top_k_ptr, top_p_ptr, out_pt
     tl.store(at + 1, hi)
     tl.store(at + 2, whole)
     tl.store(at + 3, best)
-    tl.store(counts_ptr + row, 0)
+    tl.store(counts_ptr + row * APART, 0)
 
 
 @jit
 def _sift(logits_ptr, temperature_ptr, guess_ptr, kept_ptr, counts_ptr, parts_ptr, width, valid, blocks, ROOM: constexpr,
-          RANKED: constexpr, TEMPERED: constexpr, BLOCK: constexpr, OVERLAP: constexpr):  # fmt: skip
+          RANKED: constexpr, APART: constexpr, TEMPERED: constexpr, BLOCK: constexpr, OVERLAP: constexpr):  # fmt: skip
     begin(OVERLAP)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lo, hi = tl.load(guess_ptr + row * 4).to(tl.float32), tl.load(guess_ptr + row * 4 + 1).to(tl.float32)
@@ -114,7 +118,7 @@ def _sift(logits_ptr, temperature_ptr, guess_ptr, kept_ptr, counts_ptr, parts_pt
         x = bracket.scaled(logits_ptr, temperature_ptr, row, width, column, valid, TEMPERED)
         inside = ((x > lo) & (x <= hi)).to(tl.int32)
         fours = tl.sum(inside, axis=1)
-        place = tl.atomic_add(counts_ptr + row + fours * 0, fours, mask=fours > 0, sem="relaxed")
+        place = tl.atomic_add(counts_ptr + row * APART + fours * 0, fours, mask=fours > 0, sem="relaxed")
         place = place[:, None] + tl.cumsum(inside, axis=1) - 1
         tl.store(kept_ptr + row * ROOM + place, x, mask=(inside > 0) & (place < ROOM))
         if hi < best:
@@ -162,7 +166,7 @@ def _among(kept_ptr, count, beyond, start, lo, hi, limit, whole, COUNT: constexp
 
 @jit
 def _settle(guess_ptr, kept_ptr, counts_ptr, parts_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, left_ptr,
-            blocks, size, margin, RANKED: constexpr, NUCLEUS: constexpr, ROOM: constexpr, WIDTH: constexpr,
+            blocks, size, margin, RANKED: constexpr, NUCLEUS: constexpr, ROOM: constexpr, APART: constexpr, WIDTH: constexpr,
             THRESHOLDS: constexpr, STEPS: constexpr, SCALE: constexpr, CHUNK: constexpr, UNKNOWN: constexpr,
             OVERLAP: constexpr):  # fmt: skip
     """Edges among what was kept; rows of which that cannot be said are left."""
@@ -175,7 +179,7 @@ def _settle(guess_ptr, kept_ptr, counts_ptr, parts_ptr, temperature_ptr, top_k_p
     wrong = none
     if RANKED | NUCLEUS:
         kept_ptr += row * ROOM
-        kept = tl.load(counts_ptr + row)
+        kept = tl.load(counts_ptr + row * APART)
         wrong += tl.where(kept > ROOM, 1.0, 0.0)
         kept = tl.where(kept > ROOM, 0, kept)
         block = tl.arange(0, WIDTH)
@@ -190,8 +194,8 @@ def _settle(guess_ptr, kept_ptr, counts_ptr, parts_ptr, temperature_ptr, top_k_p
             limit = none + top_k.to(tl.float64)
             lo, hi = none + tl.where(ranked, guess_lo, -float("inf")), none + tl.where(ranked, guess_hi, -float("inf"))
             sought = none + tl.where(ranked, 1.0, 0.0) > 0
-            ranks_lo, hi, first, above = _among(kept_ptr, kept, over, guess_lo, lo, hi, limit, whole, True, THRESHOLDS, STEPS,
-                                                SCALE, CHUNK)  # fmt: skip
+            ranks_lo, hi, first, above = _among(kept_ptr, kept, over, guess_lo, lo, hi, limit, whole, True, THRESHOLDS,
+                                                STEPS, SCALE, CHUNK)  # fmt: skip
             wrong += tl.where(sought & ((over >= limit) | (first < limit)), 1.0, 0.0)
             floor = ranks_lo
             if NUCLEUS:
@@ -205,8 +209,8 @@ def _settle(guess_ptr, kept_ptr, counts_ptr, parts_ptr, temperature_ptr, top_k_p
             lo = tl.where(sought, tl.maximum(lo, guess_lo), lo)
             hi = tl.where(sought, tl.minimum(hi, guess_hi), hi)
             start = tl.max(tl.where(sought, lo, -float("inf")), axis=0)
-            nucleus_lo, hi, first, above = _among(kept_ptr, kept, mass, start, lo, hi, limit, whole, False, THRESHOLDS, STEPS,
-                                                  SCALE, CHUNK)  # fmt: skip
+            nucleus_lo, hi, first, above = _among(kept_ptr, kept, mass, start, lo, hi, limit, whole, False, THRESHOLDS,
+                                                  STEPS, SCALE, CHUNK)  # fmt: skip
             wrong += tl.where(sought & ((mass >= limit) | (first < limit)), 1.0, 0.0)
     found = bracket.least(ranks_lo, nucleus_lo, best, temperature, tl.load(min_p_ptr + row), margin)
     edge = tl.arange(0, 4)
@@ -275,27 +279,30 @@ def _seek(logits_ptr, temperature_ptr, guess_ptr, top_k_ptr, top_p_ptr, min_p_pt
 
 
 def edges(shard: "Shard", filters: "Filters", extent_BN2: Tensor, out_B3: Tensor) -> None:
-    """Write :func:`rl3d.kernels.threshold.filter_edges`. ``extent_BN2``: of each block the log of the sum of all
-    exponentials, and the largest logit, fp64."""
+    """Write :func:`rl3d.kernels.threshold.filter_edges` of a shard that is the whole vocabulary.
+
+    ``extent_BN2``: of each block the log of the sum of all exponentials, and the largest logit, fp64.
+    """
     logits_BV, temperature_B, device = shard.logits_BV, shard.temperature_B, out_B3.device
     rows, blocks = len(logits_BV), shard.blocks()
     guess = torch.empty(rows, 4, dtype=torch.float64, device=device)
-    kept, counts = torch.empty(rows, ROOM, device=device), torch.empty(rows, dtype=torch.int32, device=device)
+    kept, counts = torch.empty(rows, ROOM, device=device), torch.empty(rows, _APART, dtype=torch.int32, device=device)
     parts, left = torch.empty(rows, blocks, 2, device=device), torch.empty(rows, device=device)
     stride, grid, extra = logits_BV.stride(0), (rows,), overlap(device)
     wanted = {"RANKED": filters.ranked, "NUCLEUS": filters.nucleus}
     search: dict[str, int | float] = {"THRESHOLDS": THRESHOLDS, "STEPS": _STEPS, "UNKNOWN": UNKNOWN}
     logits: tuple[Tensor, Tensor] = logits_BV, temperature_B
     asked = filters.top_k_B, filters.top_p_B
-    _guess[grid](*logits, extent_BN2, *asked, guess, counts, stride, shard.valid, blocks, -(-shard.valid // SAMPLE), shard.size,
-                 filters.margin, SURE=_SURE, MISSED=_MISSED, REACH=REACH, RUN=_RUN, BINS=_BINS, SAMPLE=SAMPLE,
-                 WIDTH=block_of(blocks), TEMPERED=shard.tempered, num_warps=16, **wanted, **extra)  # fmt: skip
+    _guess[grid](*logits, extent_BN2, *asked, guess, counts, stride, shard.valid, blocks, -(-shard.valid // SAMPLE),
+                 shard.size, filters.margin, SURE=_SURE, MISSED=_MISSED, REACH=REACH, RUN=_RUN, BINS=_BINS, SAMPLE=SAMPLE,
+                 APART=_APART, WIDTH=block_of(blocks), TEMPERED=shard.tempered, num_warps=16, **wanted,
+                 **extra)  # fmt: skip
     if filters.ranked or filters.nucleus:
-        _sift[rows, blocks](*logits, guess, kept, counts, parts, stride, shard.valid, blocks, ROOM=ROOM, RANKED=filters.ranked,
-                            TEMPERED=shard.tempered, BLOCK=BLOCK, num_warps=16, **extra)  # fmt: skip
+        _sift[rows, blocks](*logits, guess, kept, counts, parts, stride, shard.valid, blocks, ROOM=ROOM, APART=_APART,
+                            RANKED=filters.ranked, TEMPERED=shard.tempered, BLOCK=BLOCK, num_warps=16, **extra)  # fmt: skip
     _settle[grid](guess, kept, counts, parts, temperature_B, *asked, filters.min_p_B, out_B3, left, blocks, shard.size,
-                  filters.margin, ROOM=ROOM, WIDTH=block_of(blocks), SCALE=_SCALE, CHUNK=_CHUNK, num_warps=8, **wanted,
-                  **search, **extra)  # fmt: skip
+                  filters.margin, ROOM=ROOM, APART=_APART, WIDTH=block_of(blocks), SCALE=_SCALE, CHUNK=_CHUNK, num_warps=8,
+                  **wanted, **search, **extra)  # fmt: skip
     if filters.ranked or filters.nucleus:
         _seek[grid](*logits, guess, *asked, filters.min_p_B, left, out_B3, stride, shard.valid, blocks, shard.size,
                     filters.margin, TEMPERED=shard.tempered, REACH=REACH, BLOCK=BLOCK, num_warps=16, **wanted, **search,

@@ -142,7 +142,9 @@ def _open_nucleus(beyond_ptr, ranks_ptr, state_ptr, frame_ptr, temperature_ptr, 
     total = whole * 0.0 + 1.0
     if RANKED:
         mass = bracket.scalar(_joined(beyond_ptr, row, blocks, 1, WIDTH), 0)
-        total = bracket.left_by_ranks(mass, floor, tl.load(ranks + 4), tl.load(ranks + 8), tl.load(ranks + 12), whole, UNKNOWN)
+        total = bracket.left_by_ranks(
+            mass, floor, tl.load(ranks + 4), tl.load(ranks + 8), tl.load(ranks + 12), whole, UNKNOWN
+        )
     top_p = tl.load(top_p_ptr + row).to(tl.float64)
     lo, hi, limit = bracket.of_nucleus(tl.load(temperature_ptr + row), top_p, whole, best, floor, total, size, margin)
     above_lo = tl.where(hi > lo, UNKNOWN, 0.0)

@@ -14,6 +14,7 @@ import torch
 from rl3d.generation.filters import MARGIN
 from rl3d.generation.noise import sequence_key
 from rl3d.generation.sampler import Sampler, SamplingBatch, _combine, _joined
+from rl3d.kernels import sift
 from rl3d.kernels.threshold import Filters, Shard, filter_edges
 from tests.generation.shards import Shards
 
@@ -82,12 +83,53 @@ def filters(device: torch.device) -> dict[str, Any]:
             for name in ("logprobs", "sampled", "plain"):
                 worst = max(worst, float((getattr(found, name) - getattr(plain, name)).abs().max()))
             draws += len(index)
-    return {"draws": draws, "different": differ, "logprob": worst, "edges": _edges(device, g)}
+    some = [0, 2, 3, 7]  # of each kind, and many ties
+    ways = _ways(logits[some].to(device), [[c[i] for i in some] for c in columns], g)
+    return {"draws": draws, "different": differ, "logprob": worst, "edges": _edges(device, g), **ways}
+
+
+def _ways(small: torch.Tensor, columns: list[list[float]], g: torch.Generator) -> dict[str, Any]:
+    """Edges found in what a sample lets expect, in all the logits of a row, and by ranks together: the largest probability
+    between any two, and how many rows each of the first two had left for the second."""
+    device, vocab = small.device, 151_936 if small.is_cuda else 9_011
+    large = torch.randn(len(small), vocab, generator=g)
+    large[1::4] = 3 * large[1::4] + 8 * (torch.rand(len(large[1::4]), vocab, generator=g) < 1e-3)  # few have most of it
+    large[2::4] = (large[2::4] * 4).round() / 4  # thousands alike
+    rows_left: list[int] = []
+    seek, room = sift._seek, sift.ROOM
+
+    class Counted:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **options: Any) -> None:
+                rows_left[-1] += int((args[6] > 0).sum())
+                seek[grid](*args, **options)
+
+            return launch
+
+    worst = 0.0
+    for logits in (small, large.to(device)):
+        temperature, top_p, top_k, min_p = (torch.tensor(c, device=device) for c in columns)
+        filters = Filters(top_k.long(), top_p.float(), min_p.float(), MARGIN, True, True)
+        edges = []
+        try:
+            sift._seek = Counted()
+            for gather, space in ((None, room), (None, 16), (torch.clone, room)):
+                rows_left.append(0)
+                sift.ROOM = space
+                shard = Shard(logits, logits.shape[1], logits.shape[1], temperature.float(), gather)
+                edges.append(filter_edges(shard, filters)[:, 1:2])
+        finally:
+            sift._seek, sift.ROOM = seek, room
+        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        for edge in edges[1:]:
+            between = (scaled >= torch.minimum(edge, edges[0])) & (scaled < torch.maximum(edge, edges[0]))
+            worst = max(worst, float((torch.softmax(scaled.double(), -1) * between).sum(-1).max()))
+    return {"ways": worst, "left": rows_left, "rows": len(small)}
 
 
 def _edges(device: torch.device, g: torch.Generator) -> float:
     """Largest probability that an edge of the kernels keeps and a sort in fp64 does not, or the other way round."""
-    vocab = 151_936 if device.type == "cuda" else 20_011  # of two parts at least
+    vocab = 151_936 if device.type == "cuda" else 12_011  # not all of it in a sample
     logits = torch.stack([torch.randn(vocab, generator=g) * scale for scale in (2.0, 0.3, 4.0)]).to(device)
     ones = torch.ones(len(logits), device=device)
     worst = 0.0

@@ -25,7 +25,7 @@ from rl3d.kernels import paged_attention, strided_copy
 from tests.generation.shards import FakeGroup
 
 # called by kernels
-HELPERS = {"begin", "_joined", "_save", "_log_sum_exp", "_exponential", "_perturbed", "_among", "_everywhere"}
+HELPERS = {"begin", "_joined", "_save", "_log_sum_exp", "_exponential", "_perturbed", "_among", "_kept_above", "_everywhere"}
 COMPILED: set[str] = set()
 CPU = torch.device("cpu")
 
@@ -130,7 +130,9 @@ def main(capability: int) -> dict[str, Any]:
         for name, module in list(sys.modules.items())
         if name.startswith("rl3d.kernels.")
         for value in vars(module).values()
-        if isinstance(value, JITFunction) and value.fn.__module__ == name and value.fn.__name__ not in HELPERS
+        if isinstance(value, JITFunction)
+        and value.fn.__module__ == name
+        and value.fn.__name__ not in HELPERS
         and name != "rl3d.kernels.bracket"  # called by kernels, all of it
     }
     only_compile(capability)
