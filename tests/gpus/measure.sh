@@ -63,8 +63,8 @@ first() {
     bench 70 rounds-1 $rounds
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True bench 70 rounds-1-expandable $rounds
 }
-rounds() { # fifty rounds of eight ranks that take turns on one GPU: five minutes
-    RL3D_SHARE_GPU=1 bench 400 rounds-8 first_batch $LLAMA_1B vocab_size=32000 tie_word_embeddings=false --later 1 --batch 8 \
+rounds() { # fifty rounds of eight ranks that take turns on one GPU: seven minutes
+    RL3D_SHARE_GPU=1 bench 480 rounds-8 first_batch $LLAMA_1B vocab_size=32000 tie_word_embeddings=false --later 1 --batch 8 \
         --prompt-len 64 --response-len 8 --device cuda --ranks 8 --train tp1.pp8.zero1 --gen tp1 --rounds 50 \
         --cache-strategy adaptive
 }
