@@ -70,7 +70,8 @@ def filters(device: torch.device) -> dict[str, Any]:
     positions = torch.arange(rows, device=device)
     keys = [sequence_key(0, 0, 0, i) for i in range(rows)]
     differ, worst, draws = 0, 0.0, 0
-    for index in (list(range(rows)), [1, 3, 5, 6, 9, 10], [0, 8, 12, 20], [5, 11, 17, 23]):
+    every = list(range(rows)) if device.type == "cuda" else [*range(len(cases)), 13, 15]  # the interpreter takes its time
+    for index in (every, [1, 3, 5, 6, 9, 10], [0, 8, 12, 20], [5, 11, 17, 23]):
         batch = SamplingBatch.build([keys[i] for i in index], *([c[i] for i in index] for c in columns[:3]), device,
                                     [columns[3][i] for i in index])  # fmt: skip
         wide = torch.nn.functional.pad(logits[index], (0, 400 * 3 - vocab), value=50.0).to(device)

@@ -20,7 +20,7 @@ def test_fused_draws_are_those_of_torch():
     found = report["sampler"]
     assert found["draws"] == 3 * 6 * 12 and found["different"] == 0 and found["logprob"] < 1e-5
     found = report["filters"]
-    assert found["draws"] == 4 * (24 + 6 + 4 + 4) and found["different"] == 0 and found["logprob"] < 1e-5
+    assert found["draws"] == 4 * (14 + 6 + 4 + 4) and found["different"] == 0 and found["logprob"] < 1e-5
     assert found["edges"] < 1e-5 and found["ways"] < 1e-5, "the margin within which draws are said to be close"
     guessed, full, together = found["left"][::3], found["left"][1::3], found["left"][2::3]
     assert sum(guessed) <= 1 and all(full) and not any(together), "without room rows are sought in all their logits"
